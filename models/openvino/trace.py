@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 
 import torch
+from torch.nn.functional import silu, softplus
 from transformers.activations import ACT2FN
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -38,16 +39,15 @@ class Placeholder(torch.nn.Module):
     """Stands for one layer's attention, convolution or recurrence while the model is traced; returns any
     [tokens, width].
 
-    facts: what the placeholder's name in the graph holds. width: of the result. weights: how many of the last
-    operands are weights, of one row; the other operands are [tokens, any width].
+    layer: what the placeholder's name in the graph holds. Its `weights` says how many of the last operands
+    are weights, of one row; the other operands are [tokens, any width]. width: of the result.
     """
 
-    def __init__(self, facts: Json, width: int, weights: int = 0):
+    def __init__(self, layer: Json, width: int):
         super().__init__()
-        self.layer = facts | {"weights": weights}
-        self.name = str(self.layer)  # while the model is traced
+        self.layer = layer
+        self.name = str(layer)  # while the model is traced
         self.width = width
-        self.weights = weights
 
     def forward(self, *operands: torch.Tensor) -> torch.Tensor:
         return operands[0][:, :1].expand(-1, self.width) * 1.0
@@ -56,9 +56,9 @@ class Placeholder(torch.nn.Module):
         """Returns the output of this placeholder in the graph, as a list of one; OpenVINO calls it when it
         comes to the module. Weights are added to a column of the tokens, which gives them as many rows."""
         operands = [context.get_input(i) for i in range(context.get_input_size())]
-        column = ops.slice(operands[0], *(ops.constant([n]) for n in (0, 1, 1, 1)))
-        first = len(operands) - self.weights
-        operands[first:] = (ops.add(column, weight).output(0) for weight in operands[first:])
+        column = ops.slice(operands[0], [0], [1], [1], [1])
+        first = len(operands) - self.layer["weights"]
+        operands[first:] = (ops.add(column, weight) for weight in operands[first:])
         return [placeholder(self.layer, operands, self.width)]
 
 
@@ -93,9 +93,8 @@ class PlaceholderFunctions:
                 undo.callback(hook.remove)
                 modeling = vars(sys.modules[type(module).__module__])
                 for name in functions.keys() & modeling.keys():
-                    if modeling[name] not in functions.values():
-                        undo.callback(modeling.__setitem__, name, modeling[name])
-                        modeling[name] = functions[name]
+                    undo.callback(modeling.__setitem__, name, modeling[name])
+                    modeling[name] = functions[name]
             yield
 
     def _enter(self, module: torch.nn.Module, _arguments) -> None:
@@ -103,16 +102,16 @@ class PlaceholderFunctions:
         them."""
         self._module = module
 
-    def _run(self, facts: Json, width: int, operands: list[torch.Tensor], weights: int = 0) -> torch.Tensor:
+    def _run(self, facts: Json, width: int, operands: list[torch.Tensor]) -> torch.Tensor:
         """Runs the placeholder of the module whose forward runs, and returns its result, [tokens, width],
         whose numbers mean nothing. The first call makes the placeholder.
 
-        facts, width, weights: as Placeholder takes them; facts without an index get the number of the
-        placeholder. operands: [tokens, any width], then the weights, [1, any width].
+        facts: the `layer` of the Placeholder; without an index they get the number of the placeholder. width:
+        as Placeholder takes it. operands: [tokens, any width], then the weights, [1, any width].
         """
         name = f"{facts['kind']}_placeholder"
         if not hasattr(self._module, name):
-            self.placeholders.append(Placeholder({"index": len(self.placeholders), **facts}, width, weights))
+            self.placeholders.append(Placeholder({"index": len(self.placeholders), **facts}, width))
             setattr(self._module, name, self.placeholders[-1])
         return getattr(self._module, name)(*operands)
 
@@ -147,6 +146,7 @@ class PlaceholderFunctions:
             "key_size": size,
             "value_size": value_size,
             "sinks": [] if s_aux is None else s_aux.tolist(),
+            "weights": 0,
         }
         flat = [states.transpose(1, 2).flatten(2)[0] for states in (query, key, value)]
         return self._run(facts, heads * value_size, flat).reshape(1, -1, heads, value_size), None
@@ -156,8 +156,8 @@ class PlaceholderFunctions:
         Returns [1, channels, tokens], after the activation of this name, if there is one."""
         channels, kernel = weight.shape
         weights = [weight.reshape(1, -1)] + ([] if bias is None else [bias[None]])
-        facts = {"kind": "conv", "channels": channels, "kernel": kernel}
-        tokens = self._run(facts, channels, [hidden_states[0].T, *weights], len(weights))
+        facts = {"kind": "conv", "channels": channels, "kernel": kernel, "weights": len(weights)}
+        tokens = self._run(facts, channels, [hidden_states[0].T, *weights])
         convolved = tokens.T[None]
         return convolved if activation is None else ACT2FN[activation](convolved)
 
@@ -171,58 +171,45 @@ class PlaceholderFunctions:
             "heads": heads,
             "key_size": query.shape[3],
             "value_size": value_size,
+            "weights": 0,
         }
         operands = [part[0].flatten(1) for part in (query, key, value, g, beta)]
         mixed = self._run(facts, heads * value_size, operands)
         return mixed.reshape(1, -1, heads, value_size), None
 
-    def _scan(
-        self,
-        hidden_states,
-        dt,
-        A,
-        B,
-        C,
-        D=None,
-        dt_bias=None,
-        dt_softplus=False,
-        dt_limit=(0.0, float("inf")),
-        **_,
-    ):
-        """Stands for the scan of Mamba 2. hidden_states: [1, tokens, heads, size]; dt: [1, tokens, heads]; A,
-        D: [heads]; B, C: [1, tokens, groups, state size]. Returns [1, tokens, heads, size]. All but the
-        recurrence, such as D and the bias of dt, becomes ordinary operations of the graph."""
+    def _scan(self, hidden_states, dt, A, B, C, D, dt_bias, dt_limit, **_):
+        """Stands for the scan of Mamba 2. hidden_states: [1, tokens, heads, size]; dt: [1, tokens, heads],
+        without its bias and softplus; A, D, dt_bias: [heads]; B, C: [1, tokens, groups, state size]. Returns
+        [1, tokens, heads, size]. All but the recurrence, such as D and the bias of dt, becomes ordinary
+        operations of the graph."""
         heads, size = hidden_states.shape[2:]
         groups, state_size = B.shape[2:]
-        dt = _time_step(dt, dt_bias, dt_softplus)
-        low, high = dt_limit
-        if low > 0 or high < float("inf"):
-            dt = dt.clamp(low, high)
-        facts = {"kind": "scan", "heads": heads, "size": size, "groups": groups, "state_size": state_size}
+        dt = softplus(dt + dt_bias)
+        if tuple(dt_limit) != (0.0, float("inf")):
+            dt = dt.clamp(*dt_limit)
+        facts = {
+            "kind": "scan",
+            "heads": heads,
+            "size": size,
+            "groups": groups,
+            "state_size": state_size,
+            "weights": 1,
+        }
         operands = [hidden_states[0].flatten(1), dt[0], B[0].flatten(1), C[0].flatten(1), A[None]]
-        mixed = self._run(facts, heads * size, operands, weights=1).reshape(1, -1, heads, size)
-        return mixed if D is None else mixed + hidden_states * D[:, None]
+        mixed = self._run(facts, heads * size, operands).reshape(1, -1, heads, size)
+        return mixed + hidden_states * D[:, None]
 
-    def _scan_by_channel(
-        self, hidden_states, dt, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False, **_
-    ):
-        """Stands for the scan of Mamba 1. hidden_states, dt, z: [1, channels, tokens]; A: [channels, state
-        size]; B, C: [1, state size, tokens]; D: [channels]. Returns [1, channels, tokens]. All but the
-        recurrence, such as D and the gate z, becomes ordinary operations of the graph."""
-        bias = None if delta_bias is None else delta_bias[:, None]
-        dt = _time_step(dt, bias, delta_softplus)
+    def _scan_by_channel(self, hidden_states, dt, A, B, C, D, z, delta_bias, **_):
+        """Stands for the scan of Mamba 1. hidden_states, dt, z: [1, channels, tokens], dt without its bias
+        and softplus; A: [channels, state size]; B, C: [1, state size, tokens]; D, delta_bias: [channels].
+        Returns [1, channels, tokens]. All but the recurrence, such as D and the gate z, becomes ordinary
+        operations of the graph."""
+        dt = softplus(dt + delta_bias[:, None])
         channels, state_size = A.shape
-        facts = {"kind": "scan_by_channel", "channels": channels, "state_size": state_size}
+        facts = {"kind": "scan_by_channel", "channels": channels, "state_size": state_size, "weights": 1}
         operands = [*(part[0].T for part in (hidden_states, dt, B, C)), A.T.reshape(1, -1)]
-        mixed = self._run(facts, channels, operands, weights=1).T[None]
-        if D is not None:
-            mixed = mixed + hidden_states * D[:, None]
-        return mixed if z is None else mixed * torch.nn.functional.silu(z)
-
-
-def _time_step(dt: torch.Tensor, bias: torch.Tensor | None, has_softplus: bool) -> torch.Tensor:
-    dt = dt if bias is None else dt + bias
-    return torch.nn.functional.softplus(dt) if has_softplus else dt
+        mixed = self._run(facts, channels, operands).T[None]
+        return (mixed + hidden_states * D[:, None]) * silu(z)
 
 
 class _Flat(torch.nn.Module):
