@@ -131,26 +131,24 @@ def _replace_rotations(
     has a sliding window; positions: the graph's input, [tokens]. Raises ModelError for a rotary scaling that
     cannot be read."""
     cosines = {slides: _cosines(_rope(file, slides), positions) for slides in (False, True)}
-    found = {}
-    for node, slides in attentions:
-        for operand in node.input_values()[:2]:
-            for turn in _turns_above(operand):
-                found[turn.get_friendly_name()] = (turn, cosines[slides][turn.get_type_name()])
+    found = {
+        turn.get_friendly_name(): (turn, cosines[slides][turn.get_type_name()])
+        for node, slides in attentions
+        for operand in node.input_values()[:2]
+        for turn in _turns_above(operand)
+    }
     for turn, own in found.values():
         (reader,) = turn.output(0).get_target_inputs()  # which multiplies by the frontend's factor
-        reader.get_node().output(0).replace(own)
+        reader.get_node().output(0).replace(own.output(0))
 
 
-def _cosines(rope: Rope, positions: ov.Node) -> dict[str, ov.Output]:
-    """Returns the cosines and sines of `positions` [tokens], multiplied by the rope's factor, [1, tokens, 1,
-    pairs], by the types of the frontend's nodes for them: Cos and Sin."""
+def _cosines(rope: Rope, positions: ov.Node) -> dict[str, ov.Node]:
+    """Returns nodes for the cosines and sines of `positions` [tokens], multiplied by the rope's factor, [1,
+    tokens, 1, pairs], by the types of the frontend's nodes for them: Cos and Sin."""
     column = ops.reshape(ops.convert(positions, "f32"), [1, -1, 1, 1], False)
-    angles = ops.multiply(column, np.array(rope.frequencies, np.float32))
-    factor = np.float32(rope.factor)
-    return {
-        "Cos": ops.multiply(ops.cos(angles), factor).output(0),
-        "Sin": ops.multiply(ops.sin(angles), factor).output(0),
-    }
+    angles = column * np.array(rope.frequencies, np.float32)
+    factor = np.array(rope.factor, np.float32)
+    return {"Cos": ops.cos(angles) * factor, "Sin": ops.sin(angles) * factor}
 
 
 def _turns_above(operand: ov.Output) -> Iterator[ov.Node]:
@@ -201,14 +199,14 @@ def _replace_attention(
         "weights": 0,
     }
     operands = [
-        ops.reshape(_first_above(operand, "Convert").input_value(0), [-1, count * size], False).output(0)
+        ops.reshape(_first_above(operand, "Convert").input_value(0), [-1, count * size], False)
         for operand, count in zip(attention.input_values(), (heads, kv_heads, kv_heads))
     ]
     if growth := file["attention.temperature_scale"]:
         # Queries grow by each original context length.
         lengths = np.arange(file["context_length"]) // file["rope.scaling.original_context_length"]
         factors = (1 + growth * np.log1p(lengths[:, None])).astype(np.float32)
-        operands[0] = ops.multiply(operands[0], ops.gather(factors, positions, 0)).output(0)
+        operands[0] *= ops.gather(factors, positions, 0)
     attended = placeholder(layer, operands, heads * size)
     shaped = ops.reshape(attended, [1, -1, heads, size], False)
     (reader,) = attention.output(0).get_target_inputs()  # a Transpose to [1, tokens, heads, size]
@@ -269,7 +267,7 @@ def _integers(weights: ov.Output) -> ov.Output | ov.Node:
     codes = np.stack([numbers.data & 15, numbers.data >> 4], -1)
     integers = ops.convert(ops.constant(MXFP4[codes].reshape(*shape[:2], -1, 32)), "f32")
     halves = np.exp2(scales.data - np.float32(128)).reshape(*shape[:2], -1, 1)
-    return ops.reshape(ops.multiply(integers, halves), shape, False)
+    return ops.reshape(integers * halves, shape, False)
 
 
 def _take_minima_out(product: ov.Node) -> None:
@@ -296,7 +294,7 @@ def _take_minima_out(product: ov.Node) -> None:
     minima = ((middle - zeros.data.astype(np.float32)) * scales.data).reshape(outputs, groups)
     readers = product.output(0).get_target_inputs()
     rest = ops.matmul(sums, ops.convert(minima.astype(np.float16), "f32"), False, True)
-    whole = ops.add(product, rest)
+    whole = product + rest
     for reader in readers:
         reader.replace_source_output(whole.output(0))
 

@@ -65,17 +65,17 @@ def read_graph(source: Path | ov.Model, facts: Json) -> ov.Model:
             parameters += caches
             # Query, key, value: [tokens, heads * head size].
             operands += [cache.output(0) for cache in caches]
-            result = _paged_attention(layer, window, operands, batch, types).output(0)
+            result = _paged_attention(layer, window, operands, batch, types)
         else:
             result = recurrent.make(layer, operands)
-        cut.get_node().output(0).replace(result)
+        cut.get_node().output(0).replace(result.output(0))
     graph.add_parameters([*parameters, *recurrent.inputs.values()])
     graph.add_results([ops.result(states) for states in recurrent.outputs])
     graph.validate_nodes_and_infer_types()
     return graph
 
 
-def placeholder(layer: Json, operands: list[ov.Output], width: int) -> ov.Output:
+def placeholder(layer: Json, operands: list[ov.Node | ov.Output], width: int) -> ov.Output:
     """Returns what stands for a layer in a saved graph, [tokens, width]: a Concat of the operands, whose name
     says what the layer is, and a Slice of it. A saved graph with paged operations could not be read back.
 
@@ -84,7 +84,7 @@ def placeholder(layer: Json, operands: list[ov.Output], width: int) -> ov.Output
     """
     joined = ops.concat(operands, 1)
     joined.set_friendly_name(PLACEHOLDER + json.dumps(layer))
-    return ops.slice(joined, *(ops.constant([n]) for n in (0, width, 1, 1))).output(0)
+    return ops.slice(joined, [0], [width], [1], [1]).output(0)
 
 
 def placeholders(graph: ov.Model) -> Iterator[tuple[ov.Node, Json]]:
@@ -170,10 +170,10 @@ def add_adapters(
         readers = output.get_target_inputs()
         is_transposed = product.get_attributes()["transpose_a"]  # as behind the convolutions of LFM2
         narrow = ops.matmul(given, ops.convert(down, "f32"), is_transposed, True)
-        update = ops.matmul(ops.multiply(narrow, mask), ops.convert(up, "f32"), False, False)
+        update = ops.matmul(narrow * mask, ops.convert(up, "f32"), False, False)
         if paired_size and module.endswith(("q_proj", "k_proj")):
             order = np.arange(sizes[1]).reshape(-1, 2, paired_size // 2).swapaxes(1, 2)
-            update = ops.gather(update, ops.constant(order.flatten()), ops.constant(-1))
+            update = ops.gather(update, order.flatten(), -1)
         changed = ops.add(output, update)
         for reader in readers:
             reader.replace_source_output(changed.output(0))

@@ -39,11 +39,11 @@ class RecurrentLayers:
         self.outputs: list[ov.Node] = []
         self._tiles = tiles
 
-    def make(self, layer: Json, operands: Sequence[ov.Output]) -> ov.Output:
-        """Returns the result, [tokens, width], of the operation that a placeholder stands for, and adds to
-        `inputs` and `outputs` what it needs. layer: what the placeholder's name holds; its `kind` is "conv",
-        "delta", "scan" or "scan_by_channel". operands: those of the placeholder, weights last. The graph
-        itself is not changed."""
+    def make(self, layer: Json, operands: Sequence[ov.Output]) -> ov.Node:
+        """Returns a node for the result, [tokens, width], of the operation that a placeholder stands for, and
+        adds to `inputs` and `outputs` what it needs. layer: what the placeholder's name holds; its `kind` is
+        "conv", "delta", "scan" or "scan_by_channel". operands: those of the placeholder, weights last. The
+        graph itself is not changed."""
         kinds = {
             "conv": self._convolution,
             "delta": self._tiled_delta_rule if self._tiles else self._delta_rule,
@@ -58,7 +58,7 @@ class RecurrentLayers:
         channels, kernel = layer["channels"], layer["kernel"]
         table = self._table(layer, channels, kernel)
         weight = _reshaped(weight, channels, 1, kernel)
-        bias = ops.constant(np.array([], np.float32)).output(0) if bias is None else _reshaped(bias, channels)
+        bias = ops.constant(np.array([], np.float32)) if bias is None else _reshaped(bias, channels)
         return _paged("PagedCausalConv1D", [tokens, table, weight, bias, *self._sequences()])
 
     def _delta_rule(self, layer, query, key, value, gate, beta, which="state"):
@@ -84,19 +84,18 @@ class RecurrentLayers:
         result. Adds an output: the states after the tiles; the operation writes those after rows itself.
         operands: as `_delta_rule` takes them.
         """
-        first = ops.constant(0)
         row_tokens = self._input("row_tokens")
         tile_tokens = self._input("tile_tokens", TILE)
-        rows = [ops.gather(each, row_tokens, first).output(0) for each in operands]
-        tiles = [ops.gather(each, tile_tokens, first) for each in operands]
+        rows = [ops.gather(each, row_tokens, 0) for each in operands]
+        tiles = [ops.gather(each, tile_tokens, 0) for each in operands]
         from_rows = self._delta_rule(layer, *rows, which="row")
         table = f"{TABLE}{layer['index']}"
-        states = ops.gather(self.inputs[table], self._input("tile_blocks"), first)
+        states = ops.gather(self.inputs[table], self._input("tile_blocks"), 0)
         from_tiles, next_states = delta_rule_of_tiles(layer, tiles, states)
         next_states.output(0).get_tensor().set_names({NEXT + table})
         self.outputs.append(next_states)
         joined = ops.concat([from_rows, from_tiles], 0)
-        return ops.gather(joined, self._input("token_places"), first).output(0)
+        return ops.gather(joined, self._input("token_places"), 0)
 
     def _scan(self, layer, hidden_states, dt, b, c, a):
         """Returns the state-space scan of Mamba 2, [tokens, heads * size], without the direct part (D).
@@ -123,35 +122,34 @@ class RecurrentLayers:
         The output of a channel is the sum over its heads.
         """
         channels, state_size = layer["channels"], layer["state_size"]
-        repeats = ops.constant([1, state_size])
-        hidden_states, dt = (ops.tile(each, repeats).output(0) for each in (hidden_states, dt))
+        hidden_states, dt = (ops.tile(each, [1, state_size]) for each in (hidden_states, dt))
         sizes = {"heads": channels * state_size, "size": 1, "groups": state_size, "state_size": 1}
         mixed = self._scan(layer | sizes, hidden_states, dt, b, c, a)
         mixed = _reshaped(mixed, -1, state_size, channels)
-        return ops.reduce_sum(mixed, ops.constant([1]), False).output(0)
+        return ops.reduce_sum(mixed, [1], False)
 
-    def _table(self, layer: Json, *shape: int) -> ov.Output:
+    def _table(self, layer: Json, *shape: int) -> ov.Node:
         return self._input(f"{TABLE}{layer['index']}", *shape, kind=ov.Type.f32)
 
-    def _sequences(self, which: str = "state") -> list[ov.Output]:
+    def _sequences(self, which: str = "state") -> list[ov.Node]:
         return [self._input(f"{which}_{name}") for name in SEQUENCES]
 
-    def _input(self, name: str, *shape: int, kind: ov.Type = ov.Type.i32) -> ov.Output:
+    def _input(self, name: str, *shape: int, kind: ov.Type = ov.Type.i32) -> ov.Node:
         if name not in self.inputs:
             self.inputs[name] = parameter(name, [-1, *shape], kind)
-        return self.inputs[name].output(0)
+        return self.inputs[name]
 
 
-def _reshaped(output: ov.Output, *shape: int) -> ov.Output:
-    return ops.reshape(output, ops.constant(list(shape)), False).output(0)
+def _reshaped(given: ov.Node | ov.Output, *shape: int) -> ov.Node:
+    return ops.reshape(given, shape, False)
 
 
-def _paged(kind: str, inputs: Sequence[ov.Output], **attributes: Any) -> ov.Output:
+def _paged(kind: str, inputs: list[ov.Node | ov.Output], **attributes: Any) -> ov.Node:
     """Returns the result of an operation that Python has no class for: the CPU plugin has it. kind: the name
     of the operation."""
     factory = NodeFactory()
     factory.add_extension(CPU_PLUGIN)
-    return factory.create(kind, list(inputs), attributes).output(0)
+    return factory.create(kind, inputs, attributes)
 
 
 def state_inputs(runs: Sequence[Run], is_padded: bool) -> dict[str, np.ndarray]:
@@ -201,6 +199,6 @@ def _sequences(which: str, runs: Sequence[Run]) -> dict[str, Sequence[int]]:
 
 def parameter(name: str, shape: list[int], kind: ov.Type = ov.Type.i32) -> ov.Node:
     """Returns a new input of a graph; the caller adds it to the graph. In `shape` -1 is any size."""
-    made = ops.parameter(ov.PartialShape(shape), kind, name=name)
+    made = ops.parameter(shape, kind, name=name)
     made.output(0).get_tensor().set_names({name})
     return made
