@@ -52,8 +52,10 @@ class OpenVino(Engine):
         """Returns true: every machine has a CPU. Raises ModelError where the package openvino is not
         installed."""
         if not importlib.util.find_spec("openvino"):
-            needed = "--device cpu (DEVICE) needs the package openvino, which is not installed here"
-            raise ModelError(f"{needed}; the image for CPUs has it")
+            raise ModelError(
+                "--device cpu (DEVICE) needs the package openvino, which is not installed here; the image "
+                "for CPUs has it"
+            )
         return True
 
     @classmethod
@@ -136,8 +138,10 @@ def check_quantizer(config: Config) -> None:
     """Raises ModelError where --quantize is given and nncf, which it needs for a conversion, is not
     installed."""
     if config.quantize and not importlib.util.find_spec("nncf"):
-        needed = f"--quantize {config.quantize} (QUANTIZE) needs nncf for the first startup"
-        raise ModelError(f'{needed}: {sys.executable} -m pip install "{NNCF}"')
+        raise ModelError(
+            f"--quantize {config.quantize} (QUANTIZE) needs nncf for the first startup: {sys.executable} "
+            f'-m pip install "{NNCF}"'
+        )
 
 
 def with_dtype(config: Config, manifest: Manifest) -> Config:

@@ -52,8 +52,7 @@ from run import Json
 
 logger = logging.getLogger("model")
 
-OPENVINO_CHUNK = OpenVinoModel.prefill_chunk
-CHECK_TOKENS = OPENVINO_CHUNK + 16
+CHECK_TOKENS = OpenVinoModel.prefill_chunk + 16
 # Errors of recurrent states add up: the text is that long for models with states, and ends with decode steps.
 LONG_TEXT_TOKENS = 2064
 LONG_TEXT_STEPS = 64
@@ -170,7 +169,7 @@ def _convert_vision(model: torch.nn.Module, manifest: Manifest, target: Path, co
         with torch.no_grad():
             graph = ov.convert_model(tower, example_input=torch.from_numpy(check.tiles[:1]))
         side = tower.tile_side or -1
-        graph.reshape(ov.PartialShape([1, side, side, 3]))
+        graph.reshape([1, side, side, 3])
         save_graph(graph, path)
         fault = _vision_fault(path, check, "float32")
     except Exception as error:
@@ -237,10 +236,9 @@ class Check:
     def __init__(self, model: torch.nn.Module, positions: int, folder: Path):
         text_config = model.config.get_text_config()
         vocab_size = text_config.vocab_size
-        text = ids_of_text(folder, vocab_size)
-        if not text:  # random ids make small differences larger than texts do
-            text = np.random.default_rng(0).integers(0, vocab_size, LONG_TEXT_TOKENS).tolist()
-        text = text[:positions]
+        # Random ids make small differences larger than texts do.
+        random = np.random.default_rng(0).integers(0, vocab_size, LONG_TEXT_TOKENS)
+        text = (ids_of_text(folder, vocab_size) or random.tolist())[:positions]
         self.ids = text[:CHECK_TOKENS]
         self.short = self.ids[:SHORT_CHECK_TOKENS]
         self.shift = positions - len(self.short)  # the model's last positions
@@ -272,8 +270,8 @@ class Check:
 
         def seconds(tiles: bool) -> float:
             model = self._model(graph, facts | {"tiles": tiles})
-            run_prompt = functools.partial(model.forward, [Chunk(0, self.short[:TILE], 0)])
-            return min(timeit.repeat(run_prompt, timer=time.process_time, number=1))
+            chunk = Chunk(0, self.short[:TILE], 0)
+            return min(timeit.repeat(lambda: model.forward([chunk]), timer=time.process_time, number=1))
 
         in_rows = seconds(tiles=False)
         return seconds(tiles=True) <= min(MAX_TILES_TIME * in_rows, in_rows - MIN_TILES_GAIN)
@@ -306,7 +304,7 @@ class Check:
         each token of the text; of a model with recurrent states only after its last tokens, which run as
         decode steps."""
         end = len(self.text) - self.steps
-        borders = [*range(0, end, OPENVINO_CHUNK), *range(end, len(self.text) + 1)]
+        borders = [*range(0, end, model.prefill_chunk), *range(end, len(self.text) + 1)]
         logits, _positions = model.forward_in_chunks(self.text, {0: borders}, all_logits=not self.steps)
         return logits[-len(self.text_logits) :], self.text_logits
 
@@ -370,12 +368,12 @@ def _compress(config: Config, check: Check, uncompressed: ov.Model, path: Path, 
             graph = nncf.compress_weights(graph, mode=nncf.CompressWeightsMode.INT8_ASYM)
         save_graph(graph, path)
         # More activations than weights to a scale are slower, and their rounding depends on other rows.
-        ports = [node.output(0) for node in graph.get_ops()]
-        groups = {port.get_shape()[-1] for port in ports if port.get_element_type() == ov.Type.u4} - {1}
-        del graph, ports
+        compressed = [node for node in graph.get_ops() if node.get_output_element_type(0) == ov.Type.u4]
+        groups = {node.get_output_shape(0)[-1] for node in compressed} - {1}
+        del graph, compressed
         fault = check.choose_activation_group(path, facts, min(groups, default=GROUP_SIZES[0]))
         if fault is None:
-            if way.get("ratio", 1.0) < 1:
+            if "ratio" in way:
                 logger.info("int4 in %.0f %% of the layers, int8 in the others", 100 * way["ratio"])
             return
     other = ", or use int8" if config.quantize == "int4" else ""
@@ -392,9 +390,8 @@ def _merge_linear_layers(graph: ov.Model) -> None:
     those whose weights have the same type."""
     for output in [output for node in graph.get_ordered_ops() for output in node.outputs()]:
         readers = [reader.get_node() for reader in output.get_target_inputs() if reader.get_index() == 0]
-        readers.sort(key=lambda node: node.get_friendly_name())
         layers_of = defaultdict(list)
-        for node in readers:
+        for node in sorted(readers, key=ov.Node.get_friendly_name):
             if weights := _weights_of(node):
                 is_gate = bool(re.fullmatch(GATES, node.get_friendly_name()))
                 layers_of[is_gate, weights.get_element_type().get_type_name()].append((node, weights))

@@ -85,8 +85,8 @@ def _obstacles(file: GgufFile) -> Iterator[str]:
         yield "the sizes of its keys and values differ"
     if file.architecture != "phi3" and rotated_size(file) != head_size(file):
         yield "it rotates a part of each head"
-    is_scaled = file["rope.scaling.type"] == "yarn" or file["attention.temperature_scale"]
-    is_scaled = is_scaled or LONG_DIVISORS in file.tensors
+    is_yarn = file["rope.scaling.type"] == "yarn"
+    is_scaled = is_yarn or file["attention.temperature_scale"] or LONG_DIVISORS in file.tensors
     if is_scaled and not file["rope.scaling.original_context_length"]:
         yield "it has no `rope.scaling.original_context_length`"
     needed = OUTSIDE_LAYERS | _of_layers(file, ARCHITECTURES[file.architecture])

@@ -80,6 +80,8 @@ class OpenVinoModel(StaticBatchModel):
     prefix_granularity = 1
     supports_prefix_copy = True
     _grid_positions: GridPositions | None = None
+    _min_rows = MIN_ROWS
+    _columns: tuple[int, ...] = ()  # of the adapters that the graph has; () before it has any
     max_draft_rows = verify_length = VERIFY_TOKENS
 
     def __init__(self, graph: ov.Model, facts: Json, config: Config):
@@ -101,7 +103,6 @@ class OpenVinoModel(StaticBatchModel):
         }
         self.threads = _threads_taken(core, settings)
         self._settings = settings
-        self._min_rows = MIN_ROWS
         precisions = self._choose_precisions(core, graph, facts, config.kv_cache_dtype)
         if config.lora_adapters or config.lora_folder:
             self._add_adapters(graph, config, facts.get("paired_size", 0))
@@ -130,7 +131,6 @@ class OpenVinoModel(StaticBatchModel):
             self._add_cache(port) for name, port in self._inputs.items() if "_cache." in name
         ]
         self.kv_bytes_per_token = sum(cache.nbytes for cache in self._kv_cache) // (self._blocks.size * BLOCK)
-        self._columns: tuple[int, ...] = ()  # of the adapters that the graph has; () before it has any
 
     def _choose_precisions(self, core: ov.Core, graph: ov.Model, facts: Json, kv_cache_dtype: str) -> Json:
         """Returns OpenVINO's settings for the arithmetic and the KV cache. Sets the attributes that follow
@@ -169,18 +169,16 @@ class OpenVinoModel(StaticBatchModel):
         if self.kv_cache_dtype == "u8":  # the scale of a block changes as the block fills
             self.chunk_granularity = self.prefix_granularity = BLOCK
         # How many activations share a scale where weights are compressed; 0: they are exact.
-        activation_group = facts.get("activation_group", 0) if self.quantize else 0
+        activation_group = facts.get("activation_group", 0)
         self.precision = facts["quantize"] or ("int8" if activation_group else self.kv_cache_dtype)
         is_any_length_exact = is_bfloat16 or (activation_group > 0 and has_bfloat16)
         self._max_call_tokens = math.inf if is_any_length_exact else FLOAT32_TOKENS
-        settings: Json = {  # both default to less precise types on some CPUs
+        self._vision_precision = DTYPES[tolerated].short
+        return {  # the types default to less precise ones on some CPUs
             "INFERENCE_PRECISION_HINT": DTYPES[self.computed_in].short,
             "KV_CACHE_PRECISION": DTYPES[self.kv_cache_dtype].short,
+            "DYNAMIC_QUANTIZATION_GROUP_SIZE": activation_group,
         }
-        if self.quantize:
-            settings["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = activation_group
-        self._vision_precision = DTYPES[tolerated].short
-        return settings
 
     def _add_cache(self, port: ov.ConstOutput) -> np.ndarray:
         """Makes an array for the keys or the values of a layer, gives it to the graph, and returns it: zeros,
@@ -188,7 +186,7 @@ class OpenVinoModel(StaticBatchModel):
         kind = port.get_element_type()
         shape = [self._blocks.size, *_sizes(port)]
         cache = zeros((*shape[:-1], shape[-1] * kind.size))
-        self._request.set_tensor(port.get_any_name(), ov.Tensor(cache, ov.Shape(shape), kind))
+        self._request.set_tensor(port.get_any_name(), ov.Tensor(cache, shape, kind))
         return cache
 
     def _add_states(self, shapes: dict[str, list[int]], config: Config) -> None:
@@ -226,7 +224,7 @@ class OpenVinoModel(StaticBatchModel):
             return
         for module, pair in self.adapters.weights.items():
             for name, array in zip(adapter_inputs(module), pair):
-                shape = ov.Shape([1, end - begin, array.shape[1]])
+                shape = [1, end - begin, array.shape[1]]
                 self._request.set_tensor(name, ov.Tensor(array[begin:end], shape, self._adapter_type))
         self._columns = columns
 
@@ -249,7 +247,7 @@ class OpenVinoModel(StaticBatchModel):
             logits = self._forward([chunks[place] for place in group], shift)
             ends = np.cumsum([chunks[place].rows for place in group])
             logits_of |= zip(group, np.split(logits, ends[:-1]))
-        return np.concatenate([logits_of[place] for place in range(len(chunks))])
+        return np.concatenate([logits_of[place] for place in sorted(logits_of)])
 
     def _forward(self, chunks: Sequence[Chunk], shift: int) -> np.ndarray:
         """Does what `forward` does, for chunks whose adapters can run in one call."""
@@ -320,10 +318,8 @@ class OpenVinoModel(StaticBatchModel):
             for segment, end in zip(segments, ends)
         ]
         ids = np.array([token for segment in segments for token in segment.tokens], np.int64)
-        images = {}
+        images = {"token_type_ids": (ids < 0).astype(np.int32)}
         if self.encoder_cache:
-            if self.whole_images:
-                images["token_type_ids"] = (ids < 0).astype(np.int32)
             ids, *found = self.encoder_cache.resolve(ids)
             images |= zip(IMAGE_INPUTS, found)
         keep = [row for segment, end in zip(segments, edges[1:]) for row in range(end - segment.rows, end)]
@@ -399,7 +395,7 @@ def _threads_taken(core: ov.Core, settings: Json) -> int:
 
 
 def split(
-    chunks: Sequence[Chunk], max_tokens: float, granularity: int = 1, whole_images: bool = False
+    chunks: Sequence[Chunk], max_tokens: float, granularity: int, whole_images: bool
 ) -> Iterator[list[Segment]]:
     """Divides chunks among calls of at most `max_tokens` tokens; yields the segments of each call.
 
