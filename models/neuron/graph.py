@@ -124,13 +124,18 @@ class FamilyForSampling(llama.LlamaForSampling):
         # As transformers-neuronx returns them: [tokens, vocabulary, slots].
         return self._logits(output).permute(1, 2, 0) if self._gives_logits else output
 
-    def _preprocess(self, *arguments: Any, **options: Any) -> tuple[Any, ...]:
-        """Returns the inputs of a graph as transformers-neuronx does. Where layers have recurrent states, the
-        numbers of `states` are in the place of the inputs after the first three."""
-        inputs = super()._preprocess(*arguments, **options)
+    def _preprocess(self, ids: torch.Tensor, **options: Any) -> tuple[Any, ...]:
+        """Returns the inputs of a graph as transformers-neuronx does, but pads prompts alone. Where layers
+        have recurrent states, the numbers of `states` are in the place of the inputs after the first three.
+        """
+        padded, positions, *others = super()._preprocess(ids, **options)
+        if positions[0, 0] > 0:
+            # Several tokens after others are padded with the last position, for which the longest graph runs.
+            count = ids.shape[1]
+            padded, positions = padded[:, :count], positions[:, :count]
         if self._family.recurrent_layers:
-            inputs = *inputs[:3], *(torch.tensor(each, dtype=torch.int32) for each in self.states)
-        return inputs
+            others[1:] = (torch.tensor(each, dtype=torch.int32) for each in self.states)
+        return padded, positions, *others
 
     @property
     def _gives_logits(self) -> bool:

@@ -5,21 +5,25 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 from loop import Driven, Oracle
 from test_hybrid import mixed_requests
 from test_server import WINDOW, assert_like, cores, refuse_to_compile, serve  # noqa: F401
 from test_simulator import VOCABULARY, reference  # noqa: F401
+from torch_neuronx import simulator
 from transformers_neuronx import compiler
 
 import worker
 from config import Config
 from manifest import Manifest
+from models.base import Chunk
 from models.neuron import compile as verb
 from models.neuron.build import BuildPlan
 from models.neuron.model import NeuronModel
 from protocol import Generate, SamplingParams
 
 K = 6
+EMBEDDING = torch.nn.functional.embedding
 
 
 def requests_of(made):
@@ -100,6 +104,23 @@ def test_there_may_be_more_slots_than_tokens_in_a_row(reference, without, tmp_pa
     known = without(model, requests)
     texts, accepted = texts_of(model, requests, known)
     assert texts == known and accepted
+
+
+@pytest.mark.parametrize("sampling", ["host", "hybrid"])
+def test_draft_tokens_of_short_texts_run_in_a_short_graph_and_are_embedded_alone(reference, tmp_path, monkeypatch, sampling):  # noqa: F811
+    """Also where chunks of prompts have a graph: the library pads draft tokens to the length of one."""
+    settings = {"speculate": K - 1, "prefill_chunk": 8, "position_buckets": (16,), "sampling": sampling}
+    model = serve(reference("llama, grouped"), tmp_path, max_batch_size=2, **settings)
+    embedded = []
+    monkeypatch.setattr(
+        torch.nn.functional, "embedding", lambda ids, *rest: embedded.append(ids.shape) or EMBEDDING(ids, *rest)
+    )
+    for slot in range(2):
+        model.forward([Chunk(slot, [5, 6], 0)])
+    for begin in (2, 5):
+        embedded.clear()
+        model.forward([Chunk(slot, [7, 8, 9], begin, verify=True) for slot in range(2)])
+        assert simulator.cache_lengths(simulator.executions[-1]) == [16] and embedded == [(2, K)]
 
 
 def test_rows_that_the_device_cannot_sample_are_verified_beside_others(reference, without, tmp_path):  # noqa: F811
