@@ -488,10 +488,10 @@ def make_compiled(
 
     compile_: compiles the model that it gets, and may put it onto the device. Raises ModelError: `failure`,
     with the reason of the last plan that was tried. An error of the device, of a KV cache in FP8, or before
-    the compiler runs ends the tries. Raises ConfigError as `make` does, for weight files that are too small,
-    and ValueError as `_compiling` does.
+    the compiler runs ends the tries. Raises ConfigError for weight files that are too small or cannot be
+    read, and as `_compiling` does.
     """
-    first_error: ModelError | None = None
+    first_error = ""  # its text: the traceback of an error holds the model
     *_, last = ways = list(build.fallbacks())
     for way in ways:
         model = make(way, work_dir)
@@ -499,14 +499,13 @@ def make_compiled(
             with _compiling(way, failure):
                 _enable_several(model, way.compiled_config)
                 compile_(model)
+            break
         except ModelError as error:
             if way is last or is_device_error(error) or re.search(NO_FP8, str(error).lower()):
                 raise
-            first_error = first_error or error
-            model = None
-            gc.collect()  # its weights are on the device
-        else:
-            break
+            first_error = first_error or str(error)
+        model = None
+        gc.collect()  # its weights are on the device
     build.warn_of(way.compiled_config, f"as compiling for it failed: {first_error}")
     return model, way
 
@@ -516,7 +515,7 @@ def _compiling(build: BuildPlan, failure: str) -> Iterator[None]:
     """A context manager for a body that compiles. Logs what is compiled, every few seconds that it still is,
     and how long it took. While the body runs, NEURON_CC_FLAGS of this process has the option that a KV cache
     in FP8 needs. Raises ModelError, `failure` and the reason, for any error of the body; a ModelError stays
-    as it is. Raises ValueError for a quote in NEURON_CC_FLAGS that is not closed, with such a cache."""
+    as it is. With such a cache, raises ConfigError for a quote in NEURON_CC_FLAGS that is not closed."""
     compiled_config = build.compiled_config
     started_at = time.monotonic()
     logger.info(

@@ -8,6 +8,7 @@ import os
 import shlex
 import sys
 import threading
+import weakref
 from pathlib import Path
 
 import pytest
@@ -650,6 +651,27 @@ def test_a_compiler_that_refuses_hybrid_sampling_leaves_it_to_the_host_with_one_
         device.compiled.clear()
     output = compiled(tmp_path)
     assert decide(output).compiled_config.sampling == serve(output).sampling == "host"
+
+
+def test_a_model_that_did_not_compile_is_gone_before_the_next_try_takes_its_place_on_the_device(tmp_path, monkeypatch):
+    made, alive = [], []
+    make, to_neuron = neuron_build.make, device.LlamaForSampling.to_neuron
+
+    def listen(build, work_dir):
+        alive.append(sum(model() is not None for model in made))
+        model = make(build, work_dir)
+        made.append(weakref.ref(model))
+        return model
+
+    def refuse(model):
+        if model._gives_both:
+            raise RuntimeError("neuronx-cc failed with exit code 70")
+        to_neuron(model)
+
+    monkeypatch.setattr(neuron_build, "make", listen)
+    monkeypatch.setattr(device.LlamaForSampling, "to_neuron", refuse)
+    assert load_chunks(tmp_path, speculate=3).sampling == "host"
+    assert alive == [0, 0, 0, 0]
 
 
 def test_hybrid_sampling_that_was_asked_for_is_not_replaced(tmp_path, refuses_both):
