@@ -59,8 +59,7 @@ class Neuron(Engine):
     def prepare(self) -> None:
         """Decides what to compile or to load. Fills in the settings of `config` that were left open, with the
         values of a compiled model or with what fits on this machine. Sets `versions`, and logs them. Reads no
-        weights. Raises ConfigError or ModelError for a model that cannot be served, ImportError without
-        neuronx-cc."""
+        weights. Raises ConfigError or ModelError for a model that cannot be served."""
         from models.neuron.build import BuildPlan, log_versions
 
         self._build = BuildPlan.decide(self.config, self.folder, self.manifest)

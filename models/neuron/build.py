@@ -32,7 +32,7 @@ from manifest import Manifest, check_weights
 from models.base import LOGITS_DTYPES, Announce
 from models.checkpoint.fetch import fetch_artifact, fetch_checkpoint, fetch_weights
 from models.errors import ModelError, first_line, named, progress_logged, reported_as
-from models.machine import Machine, detect, host_memory, usable_cores
+from models.machine import Machine, detect, host_memory, usable_cores, usable_threads
 from models.neuron import artifact, families, plan
 from models.neuron.artifact import Artifact, CachedGraphs, CompiledConfig, buckets
 from models.neuron.base_family import Family
@@ -124,9 +124,8 @@ class BuildPlan:
         on this machine, which is logged.
 
         Raises ConfigError for settings that are not supported, contradict the compiled graphs or fit nowhere,
-        for an unsupported or damaged config.json and for graphs of a newer compiler; ModelError without
-        transformers-neuronx, for graphs of another model class and for values of config.json that are not
-        supported; ImportError without neuronx-cc.
+        for an unsupported or damaged config.json and for graphs of a newer compiler; ModelError as `library`
+        does, for graphs of another model class and for values of config.json that are not supported.
         """
         library()
         family = families.of(manifest.config_json)
@@ -148,7 +147,7 @@ class BuildPlan:
                 "out, and compile a compiled model again"
             )
         memory_workers = (host_memory() or 0) // plan.COMPILER_BYTES
-        workers = config.compile_workers or max(1, min(os.cpu_count() or 1, memory_workers))
+        workers = config.compile_workers or max(1, min(usable_threads(), memory_workers))
         config = dataclasses.replace(config.with_manifest(manifest), compile_workers=workers)
         if manifest.reads_images and plan.ON_DEVICE_EMBEDDING in compiled_config.neuron_config:
             raise ConfigError(
@@ -217,7 +216,7 @@ class BuildPlan:
 def _configured_for(compiled_config: CompiledConfig, family: Family, config: Config) -> Config:
     """Returns the settings with the values of a compiled model. Raises ConfigError for graphs of a newer
     compiler, settings that contradict these values or that the family does not support, and too few cores;
-    ModelError for graphs of another model class; ImportError without neuronx-cc."""
+    ModelError for graphs of another model class."""
     artifact.check_compiler(compiled_config, compiler_version(), config.model_name)
     config = artifact.with_compiled_config(config, compiled_config)
     model_class = family.name
@@ -236,8 +235,7 @@ def _sized(family: Family, config: Config) -> tuple[Config, CompiledConfig]:
     Sizes that are set stay. Logs the sizes, and a warning if host memory looks too small.
 
     Raises ConfigError where nothing fits, for settings that this family or machine does not support, for
-    buckets that are longer than a slot, and for slots that are too short for --speculate. Raises ModelError
-    without transformers-neuronx, ImportError without neuronx-cc.
+    buckets that are longer than a slot, and for slots that are too short for --speculate.
     """
     machine = _machine(config)
     sizing = plan.choose_sizing(family, machine, config)
@@ -307,7 +305,8 @@ def _machine(config: Config) -> Machine:
 
 
 def library():
-    """Imports and returns the package transformers_neuronx. Raises ModelError where it is not installed."""
+    """Imports and returns the package transformers_neuronx. Raises ModelError where it or neuronx-cc, which
+    it imports, is not installed."""
     try:
         import transformers_neuronx
     except ImportError as error:
@@ -316,7 +315,7 @@ def library():
 
 
 def compiler_version() -> str:
-    """Returns the version of neuronx-cc. Raises ImportError where it is not installed."""
+    """Returns the version of neuronx-cc. `library` has to come before: it fails where there is none."""
     import neuronxcc
 
     return str(neuronxcc.__version__)
@@ -324,8 +323,7 @@ def compiler_version() -> str:
 
 def log_versions() -> dict[str, str | None]:
     """Logs and returns the versions that graphs are compiled and run with, by name: driver, runtime,
-    compiler, transformers_neuronx; None: unknown. Raises ModelError without transformers-neuronx, ImportError
-    without neuronx-cc."""
+    compiler, transformers_neuronx; None: unknown. `BuildPlan.decide` has to come before."""
     versions = {
         **Versions.read()._asdict(),
         "compiler": compiler_version(),

@@ -198,6 +198,13 @@ def test_the_largest_prompt_bucket_is_the_window_and_the_longest_prompt_one_toke
     assert build.config.max_input_tokens == window - 1
 
 
+def test_no_more_graphs_are_compiled_at_a_time_than_the_process_may_use_processors(tmp_path, monkeypatch):
+    monkeypatch.setattr(neuron_build, "host_memory", lambda: 1 << 40)
+    monkeypatch.setattr(os, "cpu_count", lambda: 192)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {7})
+    assert decide(checkpoint(tmp_path / "model")).config.compile_workers == 1
+
+
 # Cores and the device
 
 
