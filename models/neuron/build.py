@@ -281,7 +281,7 @@ def _verify_length(config: Config, length: int) -> int:
     are no draft tokens. Raises ConfigError for slots that are too short."""
     if not config.speculate:
         return 0
-    if config.speculate + 3 > length:  # the check at startup runs two tokens after two
+    if config.speculate + 2 > length:  # a position bucket has to be longer than the tokens of the graph
         raise ConfigError(
             f"--speculate {config.speculate} (SPECULATE) needs slots of more tokens than {length}"
         )

@@ -6,6 +6,7 @@ token, positions, dtypes); `NeuronModel.forward` keeps them (source: its public 
 
 from __future__ import annotations
 
+import collections
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -81,7 +82,7 @@ class NeuronModel(StaticBatchModel):
         self._rows = compiled_config.batch_size  # of graphs for all slots, which may be more than are used
         self._slot_sampling = [GREEDY] * self._rows
         self._returns_ids = self.sampling == "device"
-        self._held: dict[int, list[int]] = {}  # slot → the tokens in its KV cache
+        self._held: dict[int, list[int]] = collections.defaultdict(list)  # slot → the tokens in its KV cache
         self._drafts: dict[int, Sequence[int]] = {}  # slot → draft tokens after them, not yet accepted
         if build.family.recurrent_layers:
             self.states = States(self._rows, compiled_config.snapshots, in_place=True)
@@ -97,12 +98,11 @@ class NeuronModel(StaticBatchModel):
             if self.states:
                 raise ModelError(f"{CHUNKS.name} is needed for the recurrent states of {config.model_name}")
             self.prefill_chunk = None
-        if compiled_config.verify_length:
-            self._verify_row = compiled_config.verify_row
-            self.verify_length = compiled_config.verify_length
-            self.max_draft_rows = self.verify_length * self.batch_size
-            if not self._passes_check(DRAFTS, self._verify_fault):
-                self.max_draft_rows = self.verify_length = 0
+        self._verify_row = compiled_config.verify_row
+        self.verify_length = compiled_config.verify_length
+        if self.verify_length and not self._passes_check(DRAFTS, self._verify_fault):
+            self.verify_length = 0
+        self.max_draft_rows = self.verify_length * self.batch_size
         self._held.clear()
         self.prefix_granularity = 1 if self.states else self.prefill_chunk
         self.supports_prompt_logits = self.prefill_chunk is not None and self.sampling != "device"
@@ -179,26 +179,29 @@ class NeuronModel(StaticBatchModel):
 
     def _chunk_fault(self) -> str | None:
         """Runs a prompt in chunks and whole (with recurrent states, in chunks and in halves), each time with
-        a decode step after it. Returns how the results differ, for the log; None: by no more than rounding.
-        Raises DeviceLost if a call fails.
+        a decode step after it. Returns how the results differ, for the log; None: by no more than rounding,
+        or all prompts are too short to be cut. Raises DeviceLost if a call fails.
 
         The prompt runs in the highest slot, with a decode step of slot 0. The tokens repeat, so that the next
         one is predictable. The chunks come first, so that they cannot use the KV cache of the whole prompt.
         """
         prompt = [(37 * (n % 50) + 5) % self.vocab_size for n in range(self._check_length)]
+        if len(prompt) < 3:
+            return None
         chunked = self._run_at_start(prompt, [0, min(self.prefill_chunk, len(prompt) - 2)])
         others = [0, len(prompt) // 2] if self.states else [0]
         difference = self._difference(chunked, self._run_at_start(prompt, others))
         return difference and f"chunked and whole prefill give {difference}"
 
     def _verify_fault(self) -> str | None:
-        """Verifies a draft token in the highest slot. Returns how the results differ from those of two decode
-        steps, for the log; None: by no more than rounding. Raises DeviceLost if a call fails."""
+        """Verifies a draft token in the highest slot, after a prompt of one token. Returns how the results
+        differ from those of two decode steps, for the log; None: by no more than rounding. Raises DeviceLost
+        if a call fails."""
         tokens = [5, 42]
-        self._try(tokens)
-        steps = [self._try([token], begin) for begin, token in enumerate(tokens, 2)]
-        self._try(tokens)
-        verified = self._try(tokens, 2, verify=True)
+        self._try([7])
+        steps = [self._try([token], begin) for begin, token in enumerate(tokens, 1)]
+        self._try([7])
+        verified = self._try(tokens, 1, verify=True)
         difference = self._difference(verified, np.concatenate(steps))
         return difference and f"verification and decode steps give {difference}"
 
@@ -285,7 +288,7 @@ class NeuronModel(StaticBatchModel):
             if self.states:
                 lags[chunk.slot] = self._plan_state(chunk)
         first = chunks[0]
-        goes_back = first.begin < max(1, len(self._held.get(first.slot, ())))
+        goes_back = first.begin < max(1, len(self._held[first.slot]))
         if any(chunk.verify or lags.get(chunk.slot) for chunk in chunks):
             output = self._verify(chunks, lags)
         elif len(first.tokens) > 1 or (len(chunks) == 1 and goes_back):
@@ -304,7 +307,7 @@ class NeuronModel(StaticBatchModel):
     def _commit_accepted(self, chunk: Chunk) -> None:
         """Adds to the tokens that the slot of `chunk` holds the draft tokens that ran last in it, up to the
         position where the chunk begins, and drops the other drafts."""
-        held = self._held.get(chunk.slot, [])
+        held = self._held[chunk.slot]
         held += self._drafts.pop(chunk.slot, ())[: max(0, chunk.begin - len(held))]
 
     def _plan_state(self, chunk: Chunk) -> int:
@@ -357,7 +360,7 @@ class NeuronModel(StaticBatchModel):
         bucket = next(size for size in self._position_buckets if size > last)
         begins = dict.fromkeys(range(self._rows), int(length > 1))
         for slot, held in self._held.items():
-            if len(held) + length <= bucket or (length > 1 and self.states):
+            if held and (len(held) + length <= bucket or (length > 1 and self.states)):
                 begins[slot] = len(held)
         return begins | {chunk.slot: chunk.begin for chunk in chunks}
 
@@ -366,8 +369,8 @@ class NeuronModel(StaticBatchModel):
         The ids are the tokens that a slot holds from its position in `begins` on, then fillers."""
         ids = []
         for slot, begin in begins.items():
-            padded = self._held.get(slot, []) + [0] * (begin + length)
-            ids.append(padded[begin : begin + length])
+            held = self._held[slot][begin : begin + length]
+            ids.append(held + [0] * (length - len(held)))
         positions = [range(begin, begin + length) for begin in begins.values()]
         return ids, positions, list(begins)
 
@@ -393,7 +396,7 @@ class NeuronModel(StaticBatchModel):
         as [vocab, rows]; the result is a view of them where possible."""
         slots = [chunk.slot for chunk in chunks]
         ends = [chunk.begin for chunk in chunks]
-        lengths = [len(self._held.get(slot, ())) for slot in slots]
+        lengths = [len(self._held[slot]) for slot in slots]
         assert sorted(set(slots)) == slots, f"slots {slots} are not ascending"
         assert ends == lengths, f"slots {slots} hold {lengths} positions, not {ends}"
         assert max(ends) < self.max_total_tokens, f"slots {slots} have no position {max(ends)}"
@@ -412,7 +415,7 @@ class NeuronModel(StaticBatchModel):
         held, and keeps the embeddings of its images. Returns logits [1, vocab] after the last token, with
         `all_logits` [len(tokens), vocab] after each; or ids [1, 1]."""
         slot, tokens, begin, all_logits, *_ = chunk
-        held = self._held.get(slot, [])
+        held = self._held[slot]
         length = self.prefill_chunk or 0
         end = begin + len(tokens)
         assert 0 <= slot < self.batch_size and len(tokens) >= 1 and end <= self.max_input_tokens

@@ -278,6 +278,13 @@ def test_without_memory_for_snapshots_prompts_run_whole(made, tmp_path):
     assert model.states.reusable(0, 20) == 0
 
 
+@pytest.mark.parametrize("longest", [1, 2, 3])
+def test_a_model_for_short_prompts_starts(made, tmp_path, longest):
+    settings = {"max_input_tokens": longest, "max_total_tokens": longest + 2, "max_batch_size": 2}
+    model = serve(made("lfm2"), tmp_path, prefill_chunk=CHUNK, speculate=1, **settings)
+    assert (model.prefill_chunk, model.verify_length, model.max_input_tokens) == (CHUNK, 2, longest)
+
+
 @pytest.mark.parametrize("setting", [{"prefill_chunk": 0}, {"prefill_chunk": 6, "speculate": 3}])
 def test_chunks_without_room_for_draft_tokens_are_refused(made, tmp_path, setting):
     least = 2 * setting.get("speculate", 0) + 1

@@ -291,6 +291,11 @@ def test_with_a_small_vocabulary_the_device_samples_from_all_of_it(tmp_path, upd
     assert built[0].on_device_generation.global_top_k == 100 and updates[0][0] == (100, 1.0, 1.0)
 
 
+def test_a_model_for_prompts_of_one_token_starts_with_draft_tokens(tmp_path):
+    model = load(tmp_path, max_total_tokens=3, max_input_tokens=1, max_batch_size=2, speculate=1)
+    assert model.verify_length == 2
+
+
 def test_a_model_for_prompts_of_one_token_starts_with_hybrid_sampling(tmp_path):
     batch = Batch(load(tmp_path, max_total_tokens=2, max_input_tokens=1, max_batch_size=2))
     assert batch.model.sampling == "hybrid"
