@@ -89,7 +89,7 @@ class Qwen2(Family):
         window = c["sliding_window"] if c.get("use_sliding_window") else None
         if types := c.get("layer_types"):
             return _windows(types, window)
-        return [window if n >= c["max_window_layers"] else None for n in range(self.layers)]
+        return [window if window and n >= c["max_window_layers"] else None for n in range(self.layers)]
 
 
 def _windows(layer_types: list[str], window: int | None) -> Windows:

@@ -4,16 +4,16 @@ Imports neither torch nor transformers-neuronx."""
 
 from __future__ import annotations
 
+from manifest import read_ropes
 from models.errors import ModelError
 from run import Json
 
 
 def legacy_config(config: Json) -> Json:
     """Returns a copy of a config.json of transformers 4 or 5 with the names of transformers 4; objects in it
-    are shared with `config`. `dtype`
-    becomes `torch_dtype`; `rope_parameters` becomes `rope_theta`, `rope_scaling` and others;
-    `num_local_experts` is also `num_experts`, unless the file has that. Fields that `config` lacks stay out:
-    each family has defaults of its own.
+    are shared with `config`. `dtype` becomes `torch_dtype`; `rope_parameters` becomes `rope_theta`,
+    `rope_scaling` and others; `num_local_experts` is also `num_experts`, unless the file has that. Fields
+    that `config` lacks stay out: each family has defaults of its own.
 
     Raises ModelError for rotary positions that are no object, or that differ between layers otherwise than
     Gemma 3's.
@@ -42,10 +42,9 @@ def _legacy_rope(rope: Json) -> Json:
     """
     near = rope.get("sliding_attention") or {}  # Gemma 3: layers with a sliding window have their own
     rope = dict(rope.get("full_attention") or rope)
-    if near.get("rope_type", "default") != "default":
+    if (kind := _kind(near)) != "default":
         raise ModelError(
-            f"config.json: rope_type {near['rope_type']!r} of layers with a sliding window is not "
-            "supported on Neuron"
+            f"config.json: rope_type {kind!r} of layers with a sliding window is not supported on Neuron"
         )
     if any(isinstance(value, dict) for value in rope.values()):
         raise ModelError("a model whose layers differ in their rotary positions is not supported on Neuron")
@@ -53,6 +52,11 @@ def _legacy_rope(rope: Json) -> Json:
     fields = {name: rope.pop(name) for name in names if name in rope}
     if "rope_theta" in near:
         fields["rope_local_base_freq"] = near["rope_theta"]
-    is_scaled = rope.get("rope_type", "default") != "default"
-    fields["rope_scaling"] = rope | {"type": rope["rope_type"]} if is_scaled else None
+    kind = _kind(rope)
+    fields["rope_scaling"] = None if kind == "default" else rope | {"type": kind}
     return fields
+
+
+def _kind(rope: Json) -> str:
+    (named,) = read_ropes({"rope_parameters": rope})
+    return named["rope_type"]

@@ -81,6 +81,7 @@ def test_the_librarys_own_class_serves_what_it_computes_and_ours_the_rest():
     [
         ("mistral", {"sliding_window": 8}, [8, 8, 8, 8]),
         ("qwen2", {"sliding_window": 8}, []),
+        ("qwen2", {"sliding_window": None, "max_window_layers": None}, []),
         ("qwen2", {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 3}, [None, None, None, 8]),
         ("gemma2", {"sliding_window": 8}, [8, None, 8, None]),
         ("gemma3_text", {"sliding_window": 8, "sliding_window_pattern": 3}, [8, 8, None, 8]),
@@ -166,6 +167,15 @@ def test_config_files_of_transformers_5_name_positions_by_the_kind_of_layer():
     new["sliding_attention"] = {"rope_type": "yarn", "factor": 2.0}
     with pytest.raises(ModelError, match="rope_type 'yarn' of layers with a sliding window is not supported"):
         of("gemma3_text", rope_parameters=new)
+
+
+@pytest.mark.parametrize("kind", ["linear", "yarn"])
+def test_positions_of_transformers_5_may_have_the_older_name_of_their_type(kind):
+    positions = {"factor": 4.0, "rope_theta": 1e4}
+    named = of(rope_parameters={"rope_type": kind, **positions})
+    assert of(rope_parameters={"type": kind, **positions}).ropes == named.ropes != ()
+    with pytest.raises(ModelError, match=f"rope_type '{kind}' of layers with a sliding window is not supported"):
+        of("gemma3_text", rope_parameters={"full_attention": positions, "sliding_attention": {"type": kind, **positions}})
 
 
 @pytest.mark.parametrize(("name", "base"), [("llama", 1e4), ("mixtral", 1e6), ("smollm3", 2e6), ("gemma3_text", 1e6)])
