@@ -15,7 +15,7 @@ from manifest import Manifest, check_weight_files
 from models.base import Announce, Engine, StaticBatchModel
 from models.cache import NotConverted
 from models.checkpoint.source import dequantize_gguf, fetch_source
-from models.errors import ModelError
+from models.errors import ModelError, reject_by_config
 from models.machine import cpu_multiplies_bfloat16
 from models.neuron import Neuron
 from models.openvino import OpenVino, with_dtype
@@ -24,14 +24,6 @@ from models.pytorch import PyTorch
 logger = logging.getLogger("model")
 
 ENGINES = (OpenVino, PyTorch, Neuron)  # auto takes the last one whose device is here
-# How the classes of classifiers, reward models and encoders end.
-NO_GENERATION = (
-    "ForSequenceClassification",
-    "ForTokenClassification",
-    "ForQuestionAnswering",
-    "ForMaskedLM",
-    "RewardModel",
-)
 
 
 def prepare(config: Config) -> Engine:
@@ -61,7 +53,7 @@ def prepare(config: Config) -> Engine:
     if manifest.config_json.keys() & {"vision_config", "audio_config"} and not manifest.reads_images:
         why = manifest.why_no_images and f": {manifest.why_no_images}"
         logger.info("%s: only the text part of this model is served%s", config.model_name, why)
-    _reject_by_config(manifest)
+    reject_by_config(manifest.config_json)
     _reject_settings_of_others(config, engine)
     if config.quantize and not engine.quantizations:
         raise ModelError(
@@ -112,18 +104,6 @@ def load(engine: Engine, announce: Announce) -> StaticBatchModel:
     from models.pytorch.model import TorchModel
 
     return TorchModel(with_dtype(config, engine.manifest), engine.folder, engine.device)
-
-
-def _reject_by_config(manifest: Manifest) -> None:
-    """Raises ModelError for an encoder-decoder, or a model that generates no text, before its weights are
-    downloaded. Families are not checked here."""
-    kind = manifest.config_json.get("model_type")
-    if manifest.config_json.get("is_encoder_decoder"):
-        raise ModelError(f"{kind} models are encoder-decoder models; only decoder-only models are supported")
-    for name in manifest.config_json.get("architectures") or ():
-        # With tied embeddings such a model would load, and write nonsense.
-        if str(name).endswith(NO_GENERATION):
-            raise ModelError(f"{name} (architectures in config.json) generates no text; nothing to serve")
 
 
 def _reject_settings_of_others(config: Config, engine: type[Engine]) -> None:

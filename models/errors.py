@@ -13,10 +13,18 @@ import time
 from collections.abc import Callable, Iterator
 
 from logs import escaped
-from run import ConfigError
+from run import ConfigError, Json
 
 logger = logging.getLogger("model")
 
+# How the classes of classifiers, reward models and encoders end.
+NO_GENERATION = (
+    "ForSequenceClassification",
+    "ForTokenClassification",
+    "ForQuestionAnswering",
+    "ForMaskedLM",
+    "RewardModel",
+)
 PROGRESS_S = 10.0
 MAX_LINE = 1000  # characters of an error that a child process prints
 # OpenVINO's messages begin with lines of its source code, and end with the reason.
@@ -44,6 +52,18 @@ def check_length_limit(model: str, limit: int | None, length: int) -> None:
             f"{model} changes its positions or its attention beyond {limit} tokens; give --max-total-tokens "
             f"{limit} or less"
         )
+
+
+def reject_by_config(config_json: Json) -> None:
+    """Raises ModelError for an encoder-decoder, or a model that generates no text, by its config.json.
+    Families are not checked here."""
+    if config_json.get("is_encoder_decoder"):
+        kind = config_json.get("model_type")
+        raise ModelError(f"{kind} models are encoder-decoder models; only decoder-only models are supported")
+    for name in config_json.get("architectures") or ():
+        # With tied embeddings such a model would load, and write nonsense.
+        if str(name).endswith(NO_GENERATION):
+            raise ModelError(f"{name} (architectures in config.json) generates no text; nothing to serve")
 
 
 def warn_text_only(model: str, fault: str) -> None:

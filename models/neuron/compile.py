@@ -25,9 +25,9 @@ from manifest import WEIGHTS, Manifest
 from models.cache import renamed_when_complete
 from models.checkpoint.fetch import OTHER_FORMAT, copy_metadata
 from models.checkpoint.source import fetch_source
-from models.errors import ModelError
+from models.errors import ModelError, reject_by_config
 from models.machine import detect
-from models.neuron import Neuron, artifact
+from models.neuron import Neuron, artifact, plan
 from models.neuron.build import BuildPlan, make_compiled
 from run import ConfigError
 
@@ -41,9 +41,11 @@ def compile_model(config: Config, output: Path) -> None:
     hard links where possible.
 
     Raises ConfigError for an `output` that is not empty, is a link or a mount point, or cannot be written;
-    for a model that is compiled already; for a machine without a device if --tp-degree is not given. Raises
-    ConfigError or ModelError for a model that cannot be compiled.
+    for a model that is compiled already; for a machine without a device if --tp-degree is not given; for
+    --lora-adapters. Raises ConfigError or ModelError for a model that cannot be compiled.
     """
+    if config.lora_adapters:
+        raise ConfigError(f"--lora-adapters (LORA_ADAPTERS): {plan.ADAPTERS_ELSEWHERE}")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(f"--output {output} exists and is not empty; name another folder, or remove it")
     if output.is_symlink() or output.is_mount():  # cannot be replaced by the finished folder
@@ -56,6 +58,7 @@ def compile_model(config: Config, output: Path) -> None:
         raise ConfigError(
             f"{config.model_name} is compiled already; give the checkpoint that it was made from"
         )
+    reject_by_config(manifest.config_json)
     if detect() is None and not config.tp_degree:
         raise ConfigError(
             "this machine has no Neuron device whose cores could be counted; give --tp-degree (TP_DEGREE)"
@@ -110,8 +113,8 @@ USAGE = """entrypoint.sh compile --model-id X --output DIR [flags]
 Compiles a model for Inferentia2 or Trainium into the folder DIR, with or without a device on this machine;
 then `serve --model-id DIR` loads it in seconds and never compiles. The flags are those of `serve`
 (entrypoint.sh --help lists them); these decide what is compiled: --max-batch-size --max-total-tokens
---prefill-buckets --position-buckets --prefill-chunk --speculate --tp-degree --dtype --quantize --sampling
---neuron-config.
+--max-batch-total-tokens --prefill-buckets --position-buckets --prefill-chunk --speculate --tp-degree
+--dtype --quantize --sampling --neuron-config --kv-cache-dtype --max-snapshot-memory.
 The weights of a local model are put into DIR, those of a hub model are downloaded by its id."""
 
 

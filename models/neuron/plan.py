@@ -22,10 +22,10 @@ from pathlib import Path
 
 import config as configuration
 from config import DTYPES, FP8, Config
-from manifest import read_json
+from manifest import Manifest
 from models.checkpoint.fetch import fetch
 from models.checkpoint.quantization import Quantization, dequantized_config, written_dtype
-from models.errors import ModelError
+from models.errors import ModelError, reject_by_config
 from models.machine import GIB, Machine
 from models.neuron import families
 from models.neuron.base_family import Family, Tower, padded_heads, round_up
@@ -67,10 +67,20 @@ TILE_CORES = 16  # that a tile keeps busy
 
 
 def check_settings(family: Family, config: Config) -> None:
-    """Raises ConfigError for slots that are longer than the model's context length. For a model with
-    recurrent layers also for --auto-cast, as their states need float32, and for a prefill chunk of fewer
-    tokens than twice the draft tokens plus 1: at least 7 with --speculate 3. This excludes 0: recurrent
-    layers compute squares of the length of a chunk, so no prompt runs whole."""
+    """Raises ConfigError for slots that are longer than the model's context length, and for a --quantize or
+    --kv-cache-dtype that only other devices support. For a model with recurrent layers also for --auto-cast,
+    as their states need float32, and for a prefill chunk of fewer tokens than twice the draft tokens plus 1:
+    at least 7 with --speculate 3. This excludes 0: recurrent layers compute squares of the length of a
+    chunk, so no prompt runs whole."""
+    if config.quantize not in (None, "int8"):
+        raise ConfigError(
+            f"--quantize {config.quantize} (QUANTIZE) is not supported on Neuron; give int8 or none"
+        )
+    if config.kv_cache_dtype not in ("auto", FP8):
+        raise ConfigError(
+            f"--kv-cache-dtype {config.kv_cache_dtype} (KV_CACHE_DTYPE) is not supported on Neuron; give "
+            f"auto or {FP8}"
+        )
     if family.recurrent_layers:
         chunk = PREFILL_CHUNK if config.prefill_chunk is None else config.prefill_chunk
         drafts = config.speculate or 0
@@ -257,11 +267,9 @@ class Sizing:
         stays; None: there is none."""
         return next((value for value in reversed(values) if replace(self, **{field: value}).fits), None)
 
-    def reason(self, degrees: Sequence[int]) -> str | None:
-        """Returns why it does not work and what would, each change alone, in one line; None: it works.
+    def reason(self, degrees: Sequence[int]) -> str:
+        """Returns why a sizing that is supported does not fit and what would, each change alone, in one line.
         degrees: the tp_degrees that the machine has; larger ones are recommended with a larger instance."""
-        if self.unsupported or self.fits:
-            return self.unsupported
         slots = self.most("batch_size", range(1, self.batch_size))
         length = self.most("length", range(128, self.length, 128))
         larger = [degree for degree in allowed_tp_degrees() if degree > self.tp_degree]
@@ -365,12 +373,8 @@ def _tp_degrees(machine: Machine, config: Config) -> list[int]:
 
 def _prefill_chunk(family: Family, config: Config) -> int:
     """Returns the tokens of a chunk, 0 for whole prompts: those of `config`; else PREFILL_CHUNK, or 0 with an
-    option of WHOLE_PROMPTS. Raises ConfigError for --quantize other than int8, and for an option of
-    WHOLE_PROMPTS together with a --prefill-chunk other than 0 or with layers that graph.py builds."""
-    if config.quantize not in (None, "int8"):
-        raise ConfigError(
-            f"--quantize {config.quantize} (QUANTIZE) is not supported on Neuron; give int8 or none"
-        )
+    option of WHOLE_PROMPTS. Raises ConfigError for an option of WHOLE_PROMPTS together with a
+    --prefill-chunk other than 0 or with layers that graph.py builds."""
     options = config.neuron_config or ()
     chunk = config.prefill_chunk
     whole = [option for option in options if option in WHOLE_PROMPTS]
@@ -474,8 +478,8 @@ USAGE = """entrypoint.sh plan --model-id X [--instance TYPE] [flags]
 
 Shows what fits on which AWS Neuron machine. Only the model's config.json is read (without --model-id the
 demonstration model's). The flags are those of `serve` (entrypoint.sh --help lists them); these are used:
---model-id --revision --max-total-tokens --max-batch-size --prefill-chunk --tp-degree --dtype --quantize
---sampling --neuron-config --kv-cache-dtype.
+--model-id --revision --max-total-tokens --max-batch-size --max-batch-total-tokens --prefill-chunk
+--speculate --tp-degree --dtype --quantize --neuron-config --kv-cache-dtype --max-snapshot-memory.
 Exit code 1: the model fits on none of the machines."""
 
 
@@ -499,7 +503,8 @@ def main(argv: Sequence[str]) -> int:
                 "plan reads a config.json; give the checkpoint that the GGUF file was made from"
             )
         folder, _commit = fetch(config, ["config.json"])
-        data = read_json(folder / "config.json", required="model folder")
+        data = Manifest.read(folder).config_json
+        reject_by_config(data)
         notices = []
         if quantization := Quantization.read(folder):
             data = dequantized_config(data, written_dtype(config))

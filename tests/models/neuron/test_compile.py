@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from on_neuron import DEVICE, checkpoint, compiled, device, fail, machine, subcommand  # noqa: F401
+from on_neuron import DEVICE, LLAMA, checkpoint, compiled, device, fail, machine, subcommand  # noqa: F401
 from processes import wait_until
 
 from run import HERE
@@ -81,6 +81,18 @@ def test_help_names_the_flags_that_decide_what_is_compiled(capsys):
         ("--model-id {model} --output {output} --device cpu", "--device cpu: only models for Neuron"),
         ("--model-id {model} --output {output} --tp-degree 3", "tp_degree 3 is not possible with 3 cores"),
         ("--model-id {model} --output {output} --tp-degree 2 --quantize int4", "give int8 or none"),
+        (
+            "--model-id {model} --output {output} --tp-degree 2 --kv-cache-dtype u8",
+            "is not supported on Neuron; give auto or fp8",
+        ),
+        (
+            "--model-id {model} --output {output} --tp-degree 2 --lora-adapters a={model}",
+            "--lora-adapters (LORA_ADAPTERS): LoRA adapters by request are for CPUs and GPUs; on Neuron --merge-lora",
+        ),
+        (
+            "--model-id {ranker} --output {output} --tp-degree 2",
+            "LlamaForSequenceClassification (architectures in config.json)",
+        ),
         ("--model-id {model} --output {output} --max-batch 3", "unknown argument '--max-batch'"),
         ("--model-id {compiled} --output {output} --tp-degree 2", "is compiled already"),
     ],
@@ -88,6 +100,7 @@ def test_help_names_the_flags_that_decide_what_is_compiled(capsys):
 def test_what_compile_cannot_do_is_one_line_and_exit_code_2(tmp_path, capsys, monkeypatch, line, reason):
     monkeypatch.delenv("NEURON_RT_NUM_CORES")
     places = {"model": checkpoint(tmp_path / "model"), "output": tmp_path / "output", "compiled": tmp_path / "compiled"}
+    places["ranker"] = checkpoint(tmp_path / "ranker", LLAMA | {"architectures": ["LlamaForSequenceClassification"]})
     if "{compiled}" in line:
         compiled(tmp_path)
         capsys.readouterr()

@@ -235,9 +235,10 @@ def test_more_cores_never_hold_more_weights_each(family, batch, length):
 
 @given(family=some_family, tp=st.sampled_from((1, 2, 4, 8)), batch=st.integers(1, 64), length=st.integers(128, 16384))
 def test_every_alternative_that_a_refusal_names_fits(family, tp, batch, length):
-    reason = Sizing(family, tp, batch, length).reason(plan.allowed_tp_degrees(None, 32)) or ""
+    sizing = Sizing(family, tp, batch, length)
+    reason = sizing.reason(plan.allowed_tp_degrees(None, 32))
     advice = reason.rpartition("; ")[2].removesuffix(" would fit").split(", or ")
-    assume("would fit" in reason)
+    assume("would fit" in reason and not sizing.fits)
     for option in advice:
         name, _, value = option.rpartition(" ")
         changed = {"tp_degree": tp, "batch_size": batch, "length": length, "quantize": None}
@@ -310,7 +311,7 @@ def test_a_config_that_cannot_be_served_is_refused_in_one_line(changes, words):
 def test_what_does_not_fit_says_why_and_what_would(name, tp_degree, batch_size, quantize, words):
     sizing = Sizing(FAMILIES[name], tp_degree, batch_size, 4096, quantize=quantize)
     assert not sizing.fits
-    reason = sizing.reason(plan.allowed_tp_degrees(None, 32))
+    reason = sizing.unsupported or sizing.reason(plan.allowed_tp_degrees(None, 32))
     assert [word for word in words if word not in reason] == []
     assert len(reason.splitlines()) == 1
 
@@ -320,9 +321,11 @@ def test_a_model_that_is_too_large_for_everything_says_so():
     assert Sizing(giant, 32, 1, 4096).reason([32]).endswith("no known machine is large enough")
 
 
-def test_int4_is_refused_by_name():
+def test_types_that_only_other_devices_have_are_refused_by_name():
     with pytest.raises(ConfigError, match=r"--quantize int4 \(QUANTIZE\) is not supported on Neuron; give int8 or none"):
         choose(FAMILIES["TinyLlama"], Machine(2), quantize="int4")
+    with pytest.raises(ConfigError, match=r"--kv-cache-dtype u8 \(KV_CACHE_DTYPE\) is not .* give auto or fp8_e4m3fn"):
+        choose(FAMILIES["TinyLlama"], Machine(2), kv_cache_dtype="u8")
 
 
 @pytest.mark.parametrize(
@@ -640,6 +643,8 @@ def test_plan_for_a_model_that_does_not_fit_says_what_would(run, folder):
         (["--model-id", "{model}", "--max-batch-size", "0"], "'0'"),
         (["--model-id", "{model}", "--dtype", "int4"], "int4"),
         (["--model-id", "{biased}"], "config.json: mlp_bias is True and this server supports False"),
+        (["--model-id", "{ranker}"], "LlamaForSequenceClassification (architectures in config.json) generates no text"),
+        (["--model-id", "{typed}"], "torch_dtype is 'torch.bfloat16'; write a type's name, such as 'bfloat16'"),
         (["--model-id", "{quantized}"], "this model is quantized with hqq, which is not supported; supported: awq, "),
         (["--model-id", "{listed}"], "config.json: rope_scaling is ['x'] and should be an object"),
         (["--model-id", "{model}", "--colour"], "unknown argument '--colour'"),
@@ -652,6 +657,11 @@ def test_plan_refuses_in_one_line_with_code_2(run, folder, tmp_path, argv, words
     paths = {"empty": tmp_path / "empty", "broken": tmp_path / "broken", "model": folder("TinyLlama")}
     paths["biased"] = folder("Llama-3-8B")  # refused by `serve` in the same words
     (paths["biased"] / "config.json").write_text(json.dumps(CONFIGS["Llama-3-8B"] | {"mlp_bias": True}))
+    paths["ranker"] = folder("Llama-2-13B")  # as this one
+    ranker = {"architectures": ["LlamaForSequenceClassification"]}
+    (paths["ranker"] / "config.json").write_text(json.dumps(CONFIGS["Llama-2-13B"] | ranker))
+    paths["typed"] = folder("Llama-3.2-3B")
+    (paths["typed"] / "config.json").write_text(json.dumps(CONFIGS["Llama-3.2-3B"] | {"torch_dtype": "torch.bfloat16"}))
     paths["quantized"] = folder("Llama-2-7B")
     quantization = {"quantization_config": {"quant_method": "hqq"}}
     (paths["quantized"] / "config.json").write_text(json.dumps(CONFIGS["Llama-2-7B"] | quantization))
