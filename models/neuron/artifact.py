@@ -234,7 +234,10 @@ def with_compiled_config(config: Config, compiled_config: CompiledConfig) -> Con
         max_batch_size=config.max_batch_size or compiled_config.batch_size,
         max_total_tokens=total,
         max_input_tokens=config.max_input_tokens or min(total - 1, compiled_config.max_input_tokens),
-        **{name: getattr(compiled_config, name) for name in ("tp_degree", "dtype", "quantize", "sampling")},
+        tp_degree=compiled_config.tp_degree,
+        dtype=compiled_config.dtype,
+        quantize=compiled_config.quantize,
+        sampling=compiled_config.sampling,
     )
 
 
@@ -332,9 +335,13 @@ class CachedGraphs:
         if damage is None:
             mark_used(record)
             return kept.built
-        logger.warning("%s: removing these compiled graphs from the cache, to compile again", damage)
-        shutil.rmtree(folder, ignore_errors=True)
+        self.remove(damage)
         return None
+
+    def remove(self, why: object) -> None:
+        """Removes this set, with a warning in the log, which begins with `why`."""
+        logger.warning("%s: removing these compiled graphs from the cache, to compile again", why)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def add(self, save: Callable[[str], None], built: CompiledConfig) -> None:
         """Calls `save` with the path of a new folder, which becomes the folder of this set, in the place of

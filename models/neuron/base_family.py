@@ -176,9 +176,7 @@ class Experts:
     columns: int  # of one expert, in gate and up
     per_token: int
     is_normalized: bool  # the weights of a token's experts sum to one
-    has_biases: bool = False  # of the router and of each expert's gate, up and down
-    shared: int = 0  # the last experts, which all tokens have
-    has_shared_gate: bool = False  # the weight of these is the sigmoid of their logit, else 1
+    shared: int  # the last experts, which all tokens have
 
     @property
     def routed(self) -> int:
@@ -242,6 +240,8 @@ class Family:
     has_sinks = False  # each head's softmax has one more logit, of a value of zeros
     swiglu_limit: float | None = None  # of gate and up; None: the activation of the gate times up
     experts: Experts | None = None  # None: a dense model
+    has_expert_biases = False  # of the router and of each expert's gate, up and down
+    has_shared_gate = False  # the weight of shared experts is the sigmoid of their logit, else 1
     recurrence: Recurrence | None = None  # of the recurrent layers
     has_attention_gate = False  # each head's context is gated by the sigmoid of a projection
     renamed: ClassVar[dict[str, str]] = {}  # parts of Llama's names → what the checkpoint has instead
@@ -402,7 +402,7 @@ class Family:
         conv = (net.kernel - 1) * net.channels * DTYPES[self.served_in(dtype)].bytes
         return len(self.recurrent_layers) * net.key_heads * (state + conv)
 
-    @functools.cached_property
+    @property
     def vectors(self) -> int:
         """How many values of the layers are in norms, biases, routers and convolutions: few, and counted as
         if all were copied to every core."""
@@ -413,8 +413,8 @@ class Family:
         heads = {None: 0, "each": 2 * self.head_dim, "all": of_heads + of_kv_heads}
         router = 0
         if experts := self.experts:
-            router = self.hidden * (experts.count if experts.has_shared_gate else experts.routed)
-            if experts.has_biases:
+            router = self.hidden * (experts.count if self.has_shared_gate else experts.routed)
+            if self.has_expert_biases:
                 router += experts.count * (1 + 2 * experts.columns + self.hidden)
         sinks = self.heads if self.has_sinks else 0
         biases = sum(sizes[name] for name in self.biases)

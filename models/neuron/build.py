@@ -386,9 +386,9 @@ def make(build: BuildPlan, work_dir: Path) -> Any:
             context_length_estimate=list(compiled_config.prefill_buckets),
             neuron_config=_neuron_config(build),
         )
+        found = model.config.rope_theta
         expected = family.config["rope_theta"]
-        if model.config.rope_theta != expected:
-            found = model.config.rope_theta
+        if found != expected:
             raise ModelError(
                 f"transformers-neuronx reads rope_theta {found} where config.json has {expected}; "
                 "it needs transformers 4"
@@ -600,8 +600,7 @@ def _load_kept(cached: CachedGraphs, build: BuildPlan, work_dir: Path) -> tuple[
     except ModelError as error:
         if f"{NOT_ON_DEVICE}: {MISSING}" not in str(error):
             raise
-        logger.warning("%s: removing these compiled graphs from the cache, to compile again", error)
-    shutil.rmtree(cached.folder, ignore_errors=True)
+        cached.remove(error)
     gc.collect()  # the weights that were loaded
     return None
 

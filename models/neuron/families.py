@@ -332,7 +332,6 @@ class Lfm2(Recurrent):
         `block_ffn_dim_multiplier` and rounded up to `block_multiple_of`, unless the multiplier is null.
         Raises ConfigError as `Family` does, and for `block_multiple_of` and `conv_L_cache`."""
         c = self.defaults | config
-        # Two fields have older names, which decide where a file has both.
         super().__init__(
             c
             | {
@@ -443,8 +442,6 @@ class Mixture(Family):
 
     sizes: ClassVar = ("num_experts", "moe_intermediate_size")  # how many experts, and the columns of one
     shared_size: str | None = None  # the columns of the MLP that all tokens have, as one or more experts
-    has_shared_gate = False
-    has_biases = False
 
     def __init__(self, config: Json):
         """Sets `experts`, and `intermediate` to the columns of all experts together; an MLP that all tokens
@@ -457,13 +454,12 @@ class Mixture(Family):
             raise ConfigError(
                 f"config.json: num_experts_per_tok is {per_token} and there are {count} experts"
             )
-        is_normalized = bool(self.config["norm_topk_prob"])
         shared = 0
         if self.shared_size:
             shared = self._number(self.shared_size) // columns
             self.supported_values = self.supported_values | {self.shared_size: (shared * columns,)}
-        options = (is_normalized, self.has_biases, shared, self.has_shared_gate)
-        self.experts = Experts(count + shared, columns, per_token, *options)
+        is_normalized = bool(self.config["norm_topk_prob"])
+        self.experts = Experts(count + shared, columns, per_token, is_normalized, shared)
         self.intermediate = self.experts.count * columns
 
     def matrix(self, get: GetTensor, name: str) -> Tensor:
@@ -676,7 +672,7 @@ class GptOss(Mixture):
     supported_values: ClassVar = Family.supported_values | {"swiglu_limit": (7.0,), "swiglu_alpha": (1.702,)}
     sizes = ("num_local_experts", "intermediate_size")
     renamed: ClassVar = {"mlp.gate": "mlp.router"}
-    has_biases = True
+    has_expert_biases = True
     has_sinks = True
     swiglu_limit = 7.0
     pattern = 2

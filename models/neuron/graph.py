@@ -98,9 +98,7 @@ class FamilyForSampling(llama.LlamaForSampling):
     def return_token_ids(self, ids: bool) -> None:
         """Makes every graph copy ids, or logits if `ids` is false, to the host from now on. Only for graphs
         that have both, and after `to_neuron`."""
-        of_prompts = self.decoder_lm_head_for_context.values()
-        of_several = self.decoder_lm_head_for_speculation.values()
-        for each in (self.decoder_lm_head, *of_prompts, *of_several):
+        for each in self.nbs_objs:  # the decoders of all graphs
             each.program.returns_ids = ids
 
     def to_neuron(self) -> None:
@@ -289,7 +287,7 @@ def _added_parameters(family: Family, is_recurrent: bool) -> dict[str, int | Non
     if family.experts:
         # `expert_of` [experts, pieces] has a 1 where a piece belongs to an expert.
         added |= {"router": None, "expert_of": 1}
-    if family.experts and family.experts.has_biases:
+    if family.has_expert_biases:
         added |= {"router_bias": None, "gate_bias": 0, "up_bias": 0, "down_bias": None}
     if family.has_sinks:
         added["sinks"] = 0
@@ -462,7 +460,7 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
         values that transformers-neuronx hands to its own layers, with the family's first rotary positions in
         the place of its own."""
         if self.recurrence:
-            self._rows = Rows(cache_ids, *arguments[:4])
+            self._rows = Rows(self.recurrence, cache_ids, *arguments[:4])
         values = list(super().pre_layer(hidden, cache_ids, *arguments, **options))
         if self._stores_bare_keys:
             positions = hlo.iota(hidden.scribe.s32, (1, self.n_positions), 1)
@@ -470,8 +468,6 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
         own = [_sin_cos(cache_ids, hidden.dtype, rope) for rope in self.family.ropes]
         self._ropes = own or [values[2]]
         values[2] = self._ropes[0]  # for the layers of transformers-neuronx
-        if not self.family.has_own_layers:
-            return tuple(values)
         self._next = iter(self._kinds)
         windows = {kind.window for kind in self._kinds}
         self._masks = {each: _in_window(values[6], self._shown(each), cache_ids) for each in windows}
@@ -595,7 +591,7 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
         placed = hlo.reduce_sum(placed.node, 1)
         if not experts.shared:
             return placed
-        if experts.has_shared_gate:
+        if self.family.has_shared_gate:
             shared = logits.slice(1, experts.routed, experts.shared).apply(sigmoid).node
         else:
             shared = hlo.full(1.0, placed.dtype, (placed.sizes[0], experts.shared))

@@ -89,9 +89,10 @@ class Rows:
     the buffers.
     """
 
-    def __init__(self, positions: Any, slot: Any, last_token_id: Any, read: Any, kept: Any):
-        """All are s32: positions [rows, tokens]; slot and last_token_id, the last token that counts, [rows];
-        read and kept, places in the buffers, [1]."""
+    def __init__(self, net: Recurrence, positions: Any, slot: Any, last_token_id: Any, read: Any, kept: Any):
+        """net: of the layers, as the cores have it. All others are s32: positions [rows, tokens]; slot and
+        last_token_id, the last token that counts, [rows]; read and kept, places in the buffers, [1]."""
+        self.net = net
         self.count, self.tokens = positions.sizes
         self._zero = slot.scribe.s32.Constant(constant_value=0)
         self._read, *self._written = self._zero, self._zero
@@ -131,9 +132,9 @@ class Rows:
         is_chosen = self._numbers(2, 1, count + self.tokens)._with(hlo.equal, wanted)
         return is_chosen.apply(hlo.cast, inputs.node.dtype).product(inputs)
 
-    def by_value_head(self, net: Recurrence, tensor: Array) -> Array:
+    def by_value_head(self, tensor: Array) -> Array:
         """[rows * tokens, key heads, size] → [rows * value heads, tokens, size]."""
-        heads = tensor.sizes[1] * net.group
+        heads = tensor.sizes[1] * self.net.group
         tensor = tensor.view(self.count, self.tokens, heads, -1).apply(hlo.permute, [0, 2, 1, 3])
         return tensor.view(self.count * heads, self.tokens, -1)
 
@@ -144,7 +145,7 @@ def recurrent_layer(
     """Returns the output of a recurrent layer for hidden [rows, tokens, size], in the same shape, and both
     buffers, conv and state, after the tokens that count. weights: by the names of LAYER_WEIGHTS and
     `Recurrence.tensors`. builder: the Hlo of `graph.py`."""
-    net = builder.recurrence
+    net = rows.net
     projection = (weights["attn_q_weight"], None, weights["attn_q_scales"], builder.neuron_config)
     projected = Array(hidden).view(rows.count * rows.tokens, -1).apply(hlo.dot10_add1, *projection)
     by_head = projected.view(rows.count * rows.tokens, -1, net.width)
@@ -160,10 +161,10 @@ def recurrent_layer(
     mixed = functools.reduce(Array.__add__, terms).view(*mixed.sizes)
     begin = rows.read(state)
     if isinstance(net, ShortConvolution):
-        output, after = rows.by_value_head(net, mixed * gate.float()), begin
+        output, after = rows.by_value_head(mixed * gate.float()), begin
     else:
         output, after = linear_attention(
-            net, rows, mixed, gate.float(), columns.float(), begin, weights, builder.config.rms_norm_eps
+            rows, mixed, gate.float(), columns.float(), begin, weights, builder.config.rms_norm_eps
         )
     output = output.view(rows.count, -1, rows.tokens, net.value_dim).apply(hlo.permute, [2, 0, 1, 3])
     if isinstance(net, Mamba2):
@@ -189,7 +190,6 @@ def norm_of_all_cores(tensor: Array, weight: Any, count: int, config: Any) -> Ar
 
 
 def linear_attention(
-    net: Recurrence,
     rows: Rows,
     mixed: Array,
     gate: Array,
@@ -206,8 +206,9 @@ def linear_attention(
     convolution; begin: the state before the call; weights: by the names of `Recurrence.tensors`; eps: of the
     norm.
     """
+    net = rows.net
     has_delta = isinstance(net, DeltaNet)
-    by_value_head = functools.partial(rows.by_value_head, net)
+    by_value_head = rows.by_value_head
 
     def parameter(name: str) -> Array:
         return Array(weights[name]).view(1, gate.sizes[1], -1)

@@ -67,7 +67,7 @@ class LlamaForSampling:
         self._is_hybrid = hasattr(neuron_config, "log_softmax_scores")
         # As where a graph returns both, the model says here which is copied.
         self.decoder_lm_head = _decoder()
-        self.decoder_lm_head_for_context = {}
+        self.nbs_objs = [self.decoder_lm_head]
         self.config = SimpleNamespace(**model_config)
         self._slots = batch_size
         self._step_s = float(os.environ.get("SIMULATED_STEP_MS", 10)) / 1e3
