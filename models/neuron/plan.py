@@ -22,7 +22,7 @@ from pathlib import Path
 
 import config as configuration
 from config import DTYPES, FP8, Config
-from manifest import Manifest
+from manifest import Manifest, read_json
 from models.checkpoint.fetch import fetch
 from models.checkpoint.quantization import Quantization, dequantized_config, written_dtype
 from models.errors import ModelError, reject_by_config
@@ -503,6 +503,7 @@ def main(argv: Sequence[str]) -> int:
                 "plan reads a config.json; give the checkpoint that the GGUF file was made from"
             )
         folder, _commit = fetch(config, ["config.json"])
+        read_json(folder / "config.json", required="model folder")  # if the hub has none, no folder was made
         data = Manifest.read(folder).config_json
         reject_by_config(data)
         notices = []
