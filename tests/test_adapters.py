@@ -12,7 +12,7 @@ import torch
 from fakes.hub import Hub
 from processes import WAIT_S, Server, wait_until
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from config import DEMO_MODEL
 
@@ -166,7 +166,7 @@ def wrong_adapters(folder):
     """Names of folders, each with an adapter that cannot be loaded, and what the error says. One changes q_proj of a layer."""
     module = "base_model.model.model.layers.0.self_attn.q_proj"
     down, up = f"{module}.lora_A.weight", f"{module}.lora_B.weight"
-    size = AutoModelForCausalLM.from_pretrained(DEMO_MODEL).config.hidden_size
+    size = AutoConfig.from_pretrained(DEMO_MODEL).hidden_size
     fits = {down: torch.zeros(4, size), up: torch.zeros(size, 4)}
     shapes = {
         "two ranks": {down: torch.zeros(3, size)},
