@@ -74,8 +74,8 @@ class Requests:
         self.finish(request, log_reason or reason)
 
     def finish(self, request: Request, reason: str) -> None:
-        """Forgets a request that has left the scheduler, makes room for another one in Admission, and logs
-        it. Sends nothing. reason: what the log says."""
+        """Forgets a request that has left the scheduler, sets its state, makes room for another one in
+        Admission, and logs it. Sends nothing. To be called once for a request. reason: what the log says."""
         del self.by_id[request.id]
         request.state = RequestState.ENDED
         self.admission.release()

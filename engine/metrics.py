@@ -279,8 +279,8 @@ class Metrics:
             self.series("request_failure", stats.outcome).inc()
 
     def count_step(self, output: StepOutput) -> None:
-        """Counts a step that has ended, also one that failed, and sets `last_token_at` of its requests. The
-        output thread calls this method."""
+        """Counts a step that has ended. Sets `last_token_at` of the requests that got tokens. Of a step that
+        failed only the failure is counted. The output thread calls this method."""
         step = output.step
         # TGI's label; a step with rows of running requests is a decode step, whatever else it runs.
         method = "decode" if step.num_decodes else "prefill"

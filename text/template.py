@@ -245,8 +245,8 @@ class ChatTemplate:
         options: Mapping[str, Any] | None,
         add_generation_prompt: bool,
     ) -> str:
-        """Renders messages as they are, with image placeholders and thoughts as parts where the template
-        needs them. Raises what `render` raises."""
+        """Renders messages with the contents that `_in_parts` returns; none is left out, and none continued.
+        Raises what `render` raises."""
         chat = {
             "messages": [_in_parts(message, self) for message in messages],
             "tools": tools,

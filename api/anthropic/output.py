@@ -125,10 +125,10 @@ class MessagesResponseWriter(ResponseWriter):
             yield self._block_event("delta", delta={"type": kind, name: text})
 
     def _end(self, part: OutputPart) -> Iterator[Json]:
-        """Completes the newest block with the part's whole text, and yields its last events. Arguments of a
-        call become an object, truncated ones with the members that are complete. Reasoning is in `thinking`
-        or, if the request omits it there, in an opaque form in `signature`, which has an event in any
-        case."""
+        """Completes the newest block with the part's whole text, which is in its earlier events. Yields the
+        event that ends the block; for reasoning the event of its `signature` before that. Arguments of a call
+        become an object, truncated ones with the members that are complete. Reasoning is in `thinking` or, if
+        the request omits it there, in an opaque form in `signature`."""
         block = self._content[-1]
         if isinstance(block, TextBlock):
             block.text = part.text

@@ -232,8 +232,8 @@ class OpenAIResponseWriter(ResponseWriter):
     _top_n: int | None = None  # of the top log-probabilities, which the prompt may have more of; None: all
 
     def _usage(self, sequences: list[GeneratedSequence]) -> Usage:
-        """Returns the counts of prompt and completion tokens of these sequences. A prompt counts once,
-        however many of its choices are among them."""
+        """Returns the counts of prompt and completion tokens. A prompt counts once, however many choices it
+        has. sequences: one, or all of the request."""
         # The usage of one choice has its prompt, too.
         first = [sequence for sequence in sequences if sequence.number == 0] or sequences[:1]
         prompt_tokens = sum(len(sequence.prompt) for sequence in first)

@@ -217,7 +217,8 @@ class CompletionResponseWriter(ChunkedResponseWriter):
 
     def _echoed_pieces(self, sequence: GeneratedSequence) -> list[Piece]:
         """Returns the tokens of the prompt as pieces; [] unless the request has both `echo` and `logprobs`. A
-        piece is `special` if its text is not in the echoed text."""
+        special token is `special` unless its text is in the echoed text, where the pieces before it end. If
+        the tokenizer changes the text (NFC), these places may be too low."""
         if not self._echoes or self._top_n is None:
             return []
         pieces = self._prompt_pieces(sequence)

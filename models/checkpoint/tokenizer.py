@@ -134,12 +134,13 @@ def main(folder: Path, target: Path) -> None:
 
 def _like_sentencepiece(tokenizer: Tokenizer, path: Path) -> Tokenizer:
     """Returns a tokenizer that does what sentencepiece does with the file `path`, and what the
-    tokenizer_config.json beside that file adds. Unless that file decides about it, a text begins with the bos
-    token, if there is one.
+    tokenizer_config.json beside that file adds. If that file has no `add_bos_token`, a text begins with the
+    bos token, if there is one, and gets no eos token.
 
-    tokenizer: transformers' conversion. It stays if it agrees with sentencepiece, but for its
+    tokenizer: transformers' conversion. It stays if it agrees with sentencepiece on random texts, but for its
     `post_processor`, which may change in place; and it stays as it is if sentencepiece cannot read the file,
-    such as one of tiktoken. Raises ModelError for a conversion that cannot be mended.
+    such as one of tiktoken. Raises ModelError for a conversion that cannot be mended, ConfigError for a
+    tokenizer_config.json that cannot be read.
     """
     import transformers
     from sentencepiece import SentencePieceProcessor

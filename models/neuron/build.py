@@ -120,8 +120,9 @@ class BuildPlan:
     @classmethod
     def decide(cls, config: Config, folder: Path, manifest: Manifest) -> BuildPlan:
         """Returns the plan for the model in `folder`, whose weights may still have to be downloaded. The
-        values of compiled graphs that came with the model are kept; else the settings decide, and what fits
-        on this machine, which is logged.
+        values of this server's compiled graphs that came with the model are kept. Else the settings decide,
+        and what fits on this machine, which is logged. The sizes of optimum-neuron's graphs are then taken
+        for settings that are open; these graphs themselves are not used.
 
         Raises ConfigError for settings that are not supported, contradict the compiled graphs or fit nowhere,
         for an unsupported or damaged config.json and for graphs of a newer compiler; ModelError as `library`

@@ -250,6 +250,8 @@ class FamilyForSampling(llama.LlamaForSampling):
         Each key head gets its part of each tensor of `shared`, which its value heads share, such as queries
         and keys, then the parts of its value heads of each tensor of `own`. If the cores cut a key head, each
         piece has all of the shared parts and some of the value heads. Heads that are added are zeros.
+
+        shared: [key heads * size, ...]. own: [value heads * size, ...], those of a key head side by side.
         """
         net = self._family.recurrence
         on_cores = net.on_cores(self.config.tp_degree)

@@ -228,8 +228,9 @@ class OutputParser:
 
     def _think(self) -> Resumable:
         """Reads reasoning, if there is any, up to its closing marker or to the beginning of a call, which
-        stays in the buffer. Sets `is_thinking` while it reads. Drops the markers and the spaces after the
-        closing one. A call that begins within the reasoning turns the streaming of calls off."""
+        stays in the buffer. Sets `is_thinking` while it reads. Drops the markers, the spaces before the
+        opening one and those after the closing one. A call that begins within the reasoning turns the
+        streaming of calls off."""
         thinking = self._thinking
         if thinking.format.begins_open:
             yield from self._skip(thinking.format.open)
