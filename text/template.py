@@ -409,7 +409,7 @@ def _with_ids(messages: list[Json], write_id: Callable[[str, str, int], str]) ->
         calls = []
         for call in message.get("tool_calls") or ():
             given = str(call.get("id") or number)
-            ids[given] = write_id(given, call["function"].get("name", ""), number)
+            ids[given] = write_id(given, call["function"]["name"], number)
             calls.append(call | {"id": ids[given]})
             number += 1
         if calls:

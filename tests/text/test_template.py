@@ -395,12 +395,6 @@ def calling(call):
     return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
-@pytest.mark.parametrize("name", ["mistral", "kimi_k2"])
-def test_a_call_without_a_name_has_an_id_where_templates_need_one(name):
-    call = calling({"id": "x", "type": "function", "function": {"arguments": {}}})
-    assert ChatTemplate(tool_calls.TEMPLATES[name], {}).render([USER, call])
-
-
 def test_ids_have_the_names_of_functions_where_the_template_writes_them_in_their_place():
     chat = ChatTemplate(tool_calls.TEMPLATES["kimi_k2"], {})
     calls = [
