@@ -5,7 +5,7 @@ import json
 import msgspec
 import pytest
 from asked import INFO, prepared
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from engine.defaults import sampling_defaults
@@ -29,6 +29,7 @@ def announced(generation_config):
 
 
 @pytest.mark.parametrize("api", ["chat", "completion", "responses", "messages"])
+@example({"temperature": 0, "top_k": 1})
 @given(generation_config=st.fixed_dictionaries({}, optional=dict.fromkeys(SAMPLING_PARAMETERS, NUMBERS)))
 def test_the_worker_reads_a_request_with_whatever_generation_config_says(api, generation_config):
     info = announced(generation_config)
@@ -36,5 +37,11 @@ def test_the_worker_reads_a_request_with_whatever_generation_config_says(api, ge
     options = {name: getattr(asked, name) for name in GenerateOptions.__struct_fields__}
     request = received(SubmitRequests([Generate(1, [2], 3, **options)]), FromWeb).generates[0]
     arrived = {name: getattr(request.sampling, name) for name in info.sampling_defaults}
-    off = {"temperature": {0: 1.0}, "top_k": {-1: 0}}
-    assert arrived == {name: off.get(name, {}).get(value, value) for name, value in info.sampling_defaults.items()}
+    is_greedy = info.sampling_defaults.get("temperature") == 0
+
+    def expected(name, value):
+        parameter = SAMPLING_PARAMETERS[name]
+        off = {"temperature": {0: 1.0}, "top_k": {-1: 0}}.get(name, {})
+        return parameter.neutral if is_greedy and parameter.is_filter else off.get(value, value)
+
+    assert arrived == {name: expected(name, value) for name, value in info.sampling_defaults.items()}
