@@ -125,10 +125,11 @@ class MessagesResponseWriter(ResponseWriter):
             yield self._block_event("delta", delta={"type": kind, name: text})
 
     def _end(self, part: OutputPart) -> Iterator[Json]:
-        """Completes the newest block with the part's whole text, which is in its earlier events. Yields the
-        event that ends the block; for reasoning the event of its `signature` before that. Arguments of a call
-        become an object, truncated ones with the members that are complete. Reasoning is in `thinking` or, if
-        the request omits it there, in an opaque form in `signature`."""
+        """Completes the newest block with the part's whole text, and yields the event that ends the block.
+        Earlier events have had this text, except reasoning that the request omits. Arguments of a call become
+        an object: of truncated ones the members that are complete, {} for a text that is no object. For
+        reasoning the event of its `signature` comes before the end. The reasoning is in `thinking` or, if
+        omitted, in an opaque form in `signature`. part: the one that the newest block was begun for."""
         block = self._content[-1]
         if isinstance(block, TextBlock):
             block.text = part.text

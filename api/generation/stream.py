@@ -360,9 +360,11 @@ def _written(writer: ResponseWriter, batch: Batch) -> bytes:
 
 
 def timing_headers(generation: ActiveRequest) -> dict[str, str | int]:
-    """Returns TGI's headers of a response that is not streamed, by name; all sequences must have finished.
-    Times are in whole milliseconds, and sums over all sequences, with two exceptions: `x-compute-time` is in
-    seconds, from the arrival of the request until now; `x-time-per-token` is the mean over all tokens."""
+    """Returns those of TGI's headers of a response that is not streamed that are known at its end, by name;
+    all sequences must have finished. Times are in whole milliseconds, and sums over all sequences, with two
+    exceptions: `x-compute-time` is in seconds, from the arrival of the request until now; `x-time-per-token`
+    is `x-inference-time`, which has neither validation nor queue, divided by the generated tokens. A prompt
+    of several sequences counts once in `x-prompt-tokens`."""
     sequences = generation.sequences
     arrived_at = generation.arrival.at
     total_s = sum(sequence.finished_at - arrived_at for sequence in sequences)

@@ -126,6 +126,8 @@ class Bodies:
         A short body may hold a text of any length: it is rejected (413) as soon as `inflated` has more than
         `limit` bytes. Data that is malformed, truncated, or followed by other data is rejected (400) too. The
         bytes of `inflated` count as held, also after an error: the caller takes them off.
+
+        encoding: a key of ENCODINGS; a body in "deflate" may lack zlib's header, as some clients send it.
         """
         window_bits = ENCODINGS[encoding]
         if encoding == "deflate" and not _has_zlib_header(body):

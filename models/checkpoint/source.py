@@ -309,9 +309,11 @@ def _dequantized(config: Config, engine: type[Engine], folder: Path, quantizatio
 
 def _merged_checkpoint(config: Config, engine: type[Engine], base: Path) -> Path:
     """Returns the folder of the checkpoint in `base` with the adapter of `merge_lora` merged into its
-    weights. Downloads the weights and the adapter if necessary. A child process merges, once. Raises
-    ModelError for an adapter that does not fit, and ConfigError for a model that transformers cannot
-    serve."""
+    weights. Downloads the weights and the adapter if necessary. A child process merges, once.
+
+    engine: the one that will serve, which decides whether transformers must know the model. If it must, and
+    the weights are not there yet, raises ConfigError for a model that transformers cannot serve. Raises
+    ModelError for an adapter that does not fit, and for a download or a merge that fails."""
     name, source = config.merge_lora.split("=", 1)
     adapter = fetch_adapter(config, source)
     base = fetch_checked_weights(config, base, engine)

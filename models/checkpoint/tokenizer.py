@@ -80,10 +80,11 @@ def tokenizer_folder(config: Config, folder: Path) -> Path:
 def check_tokenizer(config: Config, folder: Path) -> TokenizerFacts:
     """Finds or converts the tokenizer of the model in `folder`, and has `text/tokenizer.py` try it out in a
     child process, also with the chat template and the image options of the settings. Waits up to TIMEOUT_S
-    for each of both. Returns the folder of tokenizer.json, and what was found out.
+    for the conversion and as long for the trial; without a limit while another process converts. Returns the
+    folder of tokenizer.json, and what was found out.
 
-    Raises ConfigError for a tokenizer that is missing, that fails, or that takes too long to try out;
-    ModelError for one that cannot be converted.
+    Raises ConfigError for a tokenizer that is missing or cannot be read, that fails, or that takes too long
+    to try out; ModelError for one that cannot be converted in time.
     """
     tokenizer_dir = tokenizer_folder(config, folder)
     settings = [config.tokenizer_config_path or "", config.mm_processor_kwargs or "{}"]

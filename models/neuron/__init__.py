@@ -34,8 +34,8 @@ class Neuron(Engine):
     @staticmethod
     def is_here(wanted: str) -> bool:
         """Whether this engine can serve. With `wanted` "auto" that takes a /dev/neuron*. With "neuron" it is
-        true, also without a device, for `compile` and for simulators. Does not look for
-        transformers-neuronx.
+        true, also without a device, for `compile` and for simulators; whether transformers-neuronx is
+        installed is not checked then.
 
         Raises ModelError for "auto" without a device if transformers-neuronx is installed: this is the image
         for Neuron. With a driver or a device, raises ConfigError for versions of driver and runtime library

@@ -328,9 +328,10 @@ class Lfm2(Recurrent):
 
     def __init__(self, config: Json):
         """Reads two fields by their older names, too, which decide where a file has both: `block_ff_dim` and
-        `tie_embedding`. With `block_auto_adjust_ff_dim` the MLP has two thirds of the given width, times
-        `block_ffn_dim_multiplier` and rounded up to `block_multiple_of`, unless the multiplier is null.
-        Raises ConfigError as `Family` does, and for `block_multiple_of` and `conv_L_cache`."""
+        `tie_embedding`. With `block_auto_adjust_ff_dim` the MLP has two thirds of the given width. These are
+        multiplied by `block_ffn_dim_multiplier` and rounded up to `block_multiple_of`, unless the multiplier
+        is null. Raises ConfigError as `Family` does, and unless `conv_L_cache` and, where it is used,
+        `block_multiple_of` are whole numbers of 1 or more."""
         c = self.defaults | config
         super().__init__(
             c

@@ -642,9 +642,10 @@ class Hlo(llama.LlamaForSamplingNoEmbeddingHlo):
             yield
 
     def attention(self, *arguments: Any, **options: Any) -> tuple[Any, Any, Any]:
-        """Returns the output of transformers-neuronx's attention, and keys and values with those of the
-        running tokens. A KV cache in FP8 is read and written by an Fp8Cache, which is used for this call
-        alone."""
+        """Returns the output of transformers-neuronx's attention, and the cached keys and values with those
+        of the running tokens added. A KV cache in FP8 is read and written by an Fp8Cache, which is used for
+        this call alone; with `_stores_bare_keys` the keys are then without their bias. arguments: as
+        transformers-neuronx's attention takes them; the weights come last, in the order of OF_ATTENTION."""
         if not self.neuron_config.kv_cache_quant:
             return super().attention(*arguments, **options)
         others = arguments[: -len(OF_ATTENTION)]

@@ -358,7 +358,8 @@ class TorchModel(StaticBatchModel):
 
     def _layers_of_every_token(self, ids: list[int]) -> dict[str, torch.nn.Linear]:
         """Returns the linear layers that have an input [rows, q, inputs] of every token, by `common_name`:
-        not experts. Runs the first two of `ids` in slot 0 to find them."""
+        not experts, and not the head where the family computes the last logits alone. Runs the first two of
+        `ids`, at least two, in slot 0 to find them."""
         modules = self._model.named_modules()
         names = {layer: common_name(name) for name, layer in modules if isinstance(layer, torch.nn.Linear)}
         found = {}
