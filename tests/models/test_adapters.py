@@ -16,6 +16,7 @@ from published.weights import CACHE, Published
 from safetensors.torch import load_file
 from tiny_models import POSITIONS, VOCABULARY, made_checkpoint, run, save_checkpoint, settings, write_adapter
 from transformers import AutoModelForCausalLM
+from wrong_adapters import wrong_adapters
 
 import models
 from models.accuracy import kl_divergence
@@ -23,8 +24,10 @@ from models.adapters import Adapters, read_updates
 from models.base import Chunk
 from models.checkpoint import source
 from models.checkpoint.pretrained import load_pretrained, reference_logits
+from models.child import shortened
 from models.errors import ModelError
 from models.pytorch.model import TorchModel
+from run import ConfigError
 
 pytestmark = [
     pytest.mark.models,
@@ -433,6 +436,16 @@ def test_an_adapter_without_weights_is_refused(adapted, tmp_path):
     write_adapter(tmp_path / "own", {})
     with pytest.raises(ModelError, match=r"reading the LoRA adapter own failed: .* holds no LoRA weights"):
         serve("torch", adapted("llama").base, ["own"], tmp_path)
+
+
+def test_an_adapter_that_cannot_be_loaded_at_run_time_is_named_in_one_line(adapted, tmp_path):
+    base = adapted("llama").base
+    model = serve("torch", base, [], lora_folder=str(tmp_path), api_key="secret")
+    for name, said in wrong_adapters(tmp_path, 48):
+        with pytest.raises((ModelError, ConfigError)) as refused:
+            model.adapters.copied().add(name, source.load_updates(settings(base), "wrong", str(tmp_path / name)))
+        message = shortened(refused.value)
+        assert said in message, name
 
 
 @pytest.mark.parametrize(
