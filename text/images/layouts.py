@@ -56,6 +56,16 @@ class Facts(dict):
             raise ConfigError(f"{SOURCES}: `{name}` must be {example}; given: {repr(value)[:100]}")
         return number
 
+    def tile_side(self, name: str) -> int:
+        """Returns the field as the side of a tile. Raises ConfigError as `number` does, and for a side that
+        the vision tower does not read."""
+        side = self.number(name)
+        expected = self.get("image_size") or side
+        if side != expected:
+            tower = f"{expected}, the `image_size` of `vision_config` in config.json"
+            raise ConfigError(f"{SOURCES}: `{name}` must be {tower}; given: {side}")
+        return side
+
 
 class Layout:
     """What all layouts share: a call turns an image into `Tiles`. The constructor raises ConfigError if a
@@ -66,8 +76,12 @@ class Layout:
     resample = BICUBIC
     options: ClassVar[tuple[str, ...]] = ()  # the fields that --mm-processor-kwargs may set
     one_tile: ClassVar[Json] = {}  # values of these for `detail: "low"`: one small tile
+    always: ClassVar[tuple[str, ...]] = ("do_resize",)  # fields that must be true, as they are by default
 
     def __init__(self, facts: Facts):
+        for name in self.always:
+            if not facts.get(name, True):
+                raise ConfigError(f"{SOURCES}: `{name}` must be true; given: {facts[name]!r}")
         self.token = str(facts.get("image_token") or self.image_token)
         self._filter = facts.number("resample", self.resample)
 
@@ -93,7 +107,7 @@ class Square(Layout):
 
     def __init__(self, facts: Facts):
         super().__init__(facts)
-        self._side = facts.number(self.side)
+        self._side = facts.tile_side(self.side)
         # Without a class token it is the first patch that is left out.
         drops_first = facts.get("vision_feature_select_strategy") == "default"
         self._tokens = (self._side // facts.number("patch_size")) ** 2 + self.class_tokens - drops_first
@@ -107,16 +121,19 @@ class Square(Layout):
 
 class CenterCrop(Square):
     """LLaVA-1.5: one tile out of the middle of the image, whose short side is scaled to `size`; if `size` has
-    a height, both sides are."""
+    a height, both sides are, and the tile may be all of it (`do_center_crop` is false)."""
 
     side = "crop_size"
     class_tokens = 1
+    always = ("do_resize", "do_center_crop")
 
     def __init__(self, facts: Facts):
+        size = facts.get("size")
+        self._is_squared = isinstance(size, dict) and size.get("height") is not None
+        if self._is_squared and not facts.get("do_center_crop", True):
+            facts |= {"crop_size": size, "do_center_crop": True}
         super().__init__(facts)
         self._edge = facts.number("size")
-        size = facts["size"]
-        self._is_squared = isinstance(size, dict) and size.get("height") is not None
 
     def _tile(self, image: Image) -> Image:
         sides = (1, 1) if self._is_squared else image.size
@@ -131,10 +148,11 @@ class AnyResolution(Layout):
     that fits the image best."""
 
     options = ("image_grid_pinpoints",)
+    always = ()  # transformers, too, scales to the canvas in any case
 
     def __init__(self, facts: Facts):
         super().__init__(facts)
-        self._side = facts.number("size")
+        self._side = facts.tile_side("size")
         self._patches = self._side // facts.number("patch_size")  # along a side of a tile
         self._canvases = _canvas_sizes(facts.get("image_grid_pinpoints"), self._side)
         # A larger grid of patches is scaled down: "anyres_max_9" allows as many as nine tiles have.
@@ -196,7 +214,7 @@ class RowsAndColumns(Layout):
     def __init__(self, facts: Facts):
         super().__init__(facts)
         self._longest = facts.number("size")
-        self._side = facts.number("max_image_size")
+        self._side = facts.tile_side("max_image_size")
         is_split = facts.get("do_image_splitting")
         if not (is_split is None or isinstance(is_split, bool)):
             given = repr(is_split)[:100]
@@ -284,7 +302,7 @@ class Grid(Layout):
 
     def __init__(self, facts: Facts):
         super().__init__(facts)
-        self._side = facts.number("size")
+        self._side = facts.tile_side("size")
         least = facts.number("min_patches", 1)
         most = facts.number("max_patches", self.most)
         if least > most:
@@ -421,11 +439,13 @@ def read_layout(manifest: Manifest, *overrides: Json) -> Layout:
 
     Of a field in several places, the last of these counts: the defaults of the family, `vision_config`,
     config.json, the processor's files, and each of `overrides` in their order. An override of `size` also
-    takes the place of `min_pixels` and `max_pixels` in earlier ones of these places.
+    takes the place of `min_pixels` and `max_pixels` in earlier ones of these places. `image_size` is always
+    that of `vision_config`.
     """
     layout = globals()[manifest.layout]
     config = manifest.vision_family.defaults | manifest.vision_config | manifest.config_json
     facts = Facts(config | manifest.processor_config)
+    facts["image_size"] = manifest.vision_config.get("image_size")
     for fields in overrides:
         if unknown := fields.keys() - layout.options:
             supported = f"the fields that this model supports: {', '.join(layout.options) or 'none'}"

@@ -31,6 +31,7 @@ PROCESSORS = {
 }
 QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
 GRIDS = (*QWEN, "glm_ocr", "paddleocr_vl")
+CANVASES = ("llava_next", "granite_vision", "llava_onevision")
 # An icon, a thin image, an upright and a wide one, an odd one, one that LLaVA-OneVision scales down.
 SIZES = [(64, 48), (23, 200), (333, 777), (1024, 512), (1201, 799), (1650, 1411)]
 every_family = pytest.mark.parametrize("name", FAMILIES)
@@ -206,9 +207,10 @@ def test_of_the_canvases_that_keep_all_pixels_the_smallest_is_taken(tmp_path):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"image_processor_type": "SiglipImageProcessor", "size": {"height": 384, "width": 384}, "do_center_crop": False},
+        {"image_processor_type": "SiglipImageProcessor", "size": {"height": 336, "width": 336}, "do_center_crop": False},
         {"size": {"height": 336, "width": 336}},  # of CLIP's processor, whose size is a short side as published
         {"size": {"height": 400, "width": 400}},
+        {"size": {"height": 336, "width": 336}, "crop_size": {"height": 300, "width": 300}, "do_center_crop": False},
     ],
 )
 def test_an_image_is_scaled_to_a_square_where_the_size_has_a_height(changes, tmp_path):
@@ -317,6 +319,36 @@ def test_options_that_do_not_fit_are_refused_in_one_line(name, overrides, what, 
     with pytest.raises(ConfigError, match=what) as refused:
         read_layout(save_preprocessor(name, tmp_path), overrides)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.models
+@pytest.mark.usefixtures("_same_transformers")
+@pytest.mark.parametrize("name", CANVASES)
+def test_canvases_are_filled_whatever_do_resize_says(name, tmp_path):
+    from transformers import AutoImageProcessor
+
+    layout = read_layout(save_preprocessor(name, tmp_path, do_resize=False), {})
+    processor = AutoImageProcessor.from_pretrained(tmp_path, backend="pil", do_rescale=False, do_normalize=False)
+    values = processor(images=[noise(500, 300)], return_tensors="np")["pixel_values"]
+    expected = values.reshape(-1, *values.shape[-3:]).transpose(0, 2, 3, 1)
+    assert np.array_equal(np.stack([np.asarray(tile) for tile in layout(noise(500, 300)).tiles]), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "what"),
+    [
+        *((name, {"do_resize": False}, "`do_resize` must be true; given: False") for name in FAMILIES if name not in CANVASES),
+        ("llava", {"do_center_crop": False}, "`do_center_crop` must be true; given: False"),  # the short side is `size`
+        ("llava", {"crop_size": 224}, "`crop_size` must be 336, the `image_size` of .* in config.json; given: 224"),
+        ("llava_next", {"size": {"shortest_edge": 448}}, "`size` must be 336, the .* given: 448"),
+        ("smolvlm", {"max_image_size": {"longest_edge": 384}}, "`max_image_size` must be 512, the .* given: 384"),
+        ("internvl", {"size": {"height": 224, "width": 224}}, "`size` must be 448, the .* given: 224"),
+        ("gemma3", {"size": {"height": 224, "width": 224}}, "`size` must be 896, the .* given: 224"),
+    ],
+)
+def test_files_that_make_tiles_as_the_tower_does_not_read_them_are_refused(name, fields, what, tmp_path):
+    with pytest.raises(ConfigError, match=rf"^preprocessor_config\.json or --mm-processor-kwargs: {what}$"):
+        read_layout(save_preprocessor(name, tmp_path, **fields), {})
 
 
 def test_files_that_lack_a_size_are_refused(tmp_path):
