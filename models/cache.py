@@ -56,7 +56,7 @@ CONVERTER_VERSION = 8
 # These are for models that read images, whose entries hold a vision tower as well, and compressed weights.
 VISION_VERSION = 6
 COMPRESSION_VERSION = 5
-READER_VERSIONS = {"gguf": 5, "gguf_folder": 2, "split": 1, "lora": 4, "dequantize": 3, "tokenizer": 6}
+READER_VERSIONS = {"gguf": 5, "gguf_folder": 2, "split": 1, "lora": 4, "dequantize": 3, "tokenizer": 7}
 UNTIL_EXIT = contextlib.ExitStack()  # locks and temporary folders that this process keeps until its end
 atexit.register(UNTIL_EXIT.close)
 

@@ -136,7 +136,7 @@ def main(folder: Path, target: Path) -> None:
 def _like_sentencepiece(tokenizer: Tokenizer, path: Path) -> Tokenizer:
     """Returns a tokenizer that does what sentencepiece does with the file `path`, and what the
     tokenizer_config.json beside that file adds. If that file has no `add_bos_token`, a text begins with the
-    bos token, if there is one, and gets no eos token.
+    bos token, if there is one, and ends with the eos token only if that file has `add_eos_token`.
 
     tokenizer: transformers' conversion. It stays if it agrees with sentencepiece on random texts, but for its
     `post_processor`, which may change in place; and it stays as it is if sentencepiece cannot read the file,
@@ -166,9 +166,13 @@ def _like_sentencepiece(tokenizer: Tokenizer, path: Path) -> Tokenizer:
         raise ModelError(f"it reads {wrong!r} in other tokens than sentencepiece; add the model's {FAST}")
     if "add_bos_token" not in given and own.bos_id() >= 0:
         bos = own.id_to_piece(own.bos_id())
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=[bos, "$A"], pair=[bos, "$A", "$B:1"], special_tokens=[(bos, own.bos_id())]
-        )
+        template = [bos, "$A"]
+        special = [(bos, own.bos_id())]
+        if given.get("add_eos_token") and own.eos_id() >= 0:
+            eos = own.id_to_piece(own.eos_id())
+            template.append(eos)
+            special.append((eos, own.eos_id()))
+        tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=special)
     return tokenizer
 
 

@@ -161,6 +161,13 @@ def test_bos_is_added_where_the_configuration_does_not_say_no(tmp_path, config):
     assert converted(config, folder).encode("a").tokens[0] != "<s>"
 
 
+@pytest.mark.parametrize(("given", "tokens"), [(True, ["<s>", "▁a", "</s>"]), (False, ["<s>", "▁a"])])
+def test_eos_is_added_where_the_configuration_says_so_and_nothing_of_bos(tmp_path, config, given, tokens):
+    folder = tiny_models.save_sentencepiece(tmp_path)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"add_eos_token": given}))
+    assert converted(config, folder).encode("a").tokens == tokens
+
+
 def test_a_conversion_in_a_child_process_is_kept_for_the_next_start(tmp_path, config, slow, monkeypatch):
     monkeypatch.setattr(subprocess, "run", RUN)
     first = tokenizer_folder(config, slow)
