@@ -89,10 +89,10 @@ def _wrong_content_type(expected: str) -> ApiError:
 
 
 class TextThreads:
-    """A few threads for what would hold up the event loop. max_pending: how many calls of `run` may run or
-    wait.
+    """A few threads for what would hold up the event loop. max_pending: how many calls may run or wait when
+    `run` adds one.
 
-    `run` must be given functions that neither log nor use Flask's request nor the socket to the worker.
+    They must be given functions that neither log nor use Flask's request nor the socket to the worker.
     """
 
     def __init__(self, max_pending: int):
@@ -104,10 +104,14 @@ class TextThreads:
         """Returns what `function()` returns, or raises what it raises. A thread runs it, and the caller's
         greenlet waits; if it is not `is_long`, it runs at once in that greenlet. Raises ApiError (429) if too
         many calls are pending."""
+        if is_long and self._pending >= self._max_pending:
+            raise errors.overloaded()
+        return self.run_admitted(function, is_long)
+
+    def run_admitted(self, function: Callable[[], T], is_long: bool) -> T:
+        """As `run`, for a request that has generated its output: waits, however many calls are pending."""
         if not is_long:
             return function()
-        if self._pending >= self._max_pending:
-            raise errors.overloaded()
         self._pending += 1
         try:
             return settled(self._threads.apply(attempt, (function,)))
@@ -261,7 +265,7 @@ class Server:
         if keywords := {place.rpartition("/")[2] for place in _not_enforced(writer.requests)}:
             headers["x-schema-not-enforced"] = ", ".join(sorted(keywords)[:MAX_NOT_ENFORCED])
         if writer.streams:
-            stream = event_stream(writer, generation, self._threads.run)
+            stream = event_stream(writer, generation, self._threads.run_admitted)
             next(stream)  # waits until the status is certain
             headers["Content-Type"] = writer.content_type
             headers |= {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -271,7 +275,7 @@ class Server:
         with generation:
             generation.run()
             # To list the 30,000 tokens of a prompt takes half a second.
-            body = self._threads.run(
+            body = self._threads.run_admitted(
                 lambda: encode_json(writer.whole(generation.sequences)), writer.lists_prompts
             )
             return Response(body, headers=headers | timing_headers(generation), mimetype=JSON)

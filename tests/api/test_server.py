@@ -116,6 +116,28 @@ def test_the_tokens_of_a_prompt_are_listed_in_a_thread(served, monkeypatch, stre
     assert threads and threading.get_native_id() not in threads
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_output_that_is_generated_is_not_refused_because_others_use_the_threads(serve, monkeypatch, streams):
+    served = serve(max_concurrent_requests=1).get_ready()
+    may_list = threading.Event()
+    listing = []
+
+    def listed(tokenizer, ids):
+        listing.append(ids)
+        may_list.wait(WAIT_S)
+        return prompt_texts(tokenizer, ids)
+
+    monkeypatch.setattr("api.generation.response_writer.prompt_texts", listed)
+    body = {"prompt": "Hi", "max_tokens": 1, "echo": True, "logprobs": 1, "stream": streams}
+    asked = [gevent.spawn(lambda: served.post(COMPLETION, body).get_data(as_text=True)) for _ in range(2)]
+    try:
+        wait_until(lambda: len(listing) == 2)
+    finally:
+        may_list.set()
+    for each in asked:
+        assert '"tokens":["H"' in each.get(timeout=WAIT_S)
+
+
 def test_a_template_without_an_end_fails_its_chat_and_holds_up_nobody(serve, monkeypatch):
     less = SandboxedFunction("text.template:renderer", [4_000_000], cpu_s=0.5, memory_bytes=2**28)
     monkeypatch.setattr("text.template.rendered", less)
