@@ -32,6 +32,7 @@ ANNOTATIONS = {"title", "description", "default", "examples", "$comment", "depre
 COMBINING = {"allOf", "anyOf", "oneOf", "$ref", "if", "dependentSchemas", "$dynamicRef", "$recursiveRef"}
 DEPENDENTS = ("dependencies", "dependentRequired", "dependentSchemas")
 OPEN = {"patternProperties", "unevaluatedProperties"}  # say which other properties are allowed
+OTHERS = ("additionalProperties", "unevaluatedProperties")  # the schema of properties without one
 BOUNDS = (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum"))
 STRING_FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
 TYPE_NAMES = {
@@ -488,21 +489,22 @@ def _patterns(schema: Schema, context: Context) -> Iterator[str]:
     In a closed object llguidance would allow a comma after the last property, although a pattern such as
     `^(a|b)$` matches only names that `properties` has. The schema of such a pattern with one name moves to
     the property. Such a pattern with several names is left out. So is a pattern that `Context.in_rust` has no
-    text for; then `additionalProperties` is removed and yielded, too, and `unevaluatedProperties` stays.
+    text for; then the keywords of OTHERS are removed and yielded, too.
     """
     patterns = _by_name(schema, "patternProperties")
     if not patterns:
         return
     named = _by_name(schema, "properties")
-    is_closed = any(schema.get(name) is False for name in ("additionalProperties", "unevaluatedProperties"))
+    is_closed = any(schema.get(keyword) is False for keyword in OTHERS)
     said: Schema = {}
     for pattern, value in patterns.items():
         names = _listed_names(pattern)
         if (written := context.in_rust(pattern)) is None:
             yield "patternProperties"
-            if "additionalProperties" in schema:  # which would be for the names of the pattern, too
-                del schema["additionalProperties"]
-                yield "additionalProperties"
+            for keyword in OTHERS:  # which would be for the names of the pattern, too
+                if keyword in schema:
+                    del schema[keyword]
+                    yield keyword
         elif not (is_closed and names and names <= named.keys()):
             said[written] = {"allOf": [said[written], value]} if written in said else value
         elif len(names) == 1:
