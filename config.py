@@ -38,7 +38,8 @@ from run import HERE, ConfigError, Json, check_process_limits, explained, run_di
 
 VERSION = "0.2.0"  # the same as in pyproject.toml (tested)
 DEMO_MODEL = HERE / "demo" / "model"
-TRIAL_MODEL = "smollm2"  # this server's alias of SmolLM2-135M-Instruct
+TRIAL_MODEL = "smollm2"  # this server's alias of TRIAL_REPOSITORY
+TRIAL_REPOSITORY = "HuggingFaceTB/SmolLM2-135M-Instruct"
 CHECKPOINT_QUANTIZE = "checkpoint"  # --quantize names a method, which is right where the checkpoint has one
 SAGEMAKER_MODEL = Path("/opt/ml/model")  # where SageMaker unpacks an endpoint's model
 # The default context length: at least this many tokens, if the model has them, and more where the KV cache of

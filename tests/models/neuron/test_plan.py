@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from published.configs import OTHERS
 
-from config import Config
+from config import TRIAL_REPOSITORY, Config
 from models.machine import GIB, Machine
 from models.neuron import families, plan
 from models.neuron.base_family import padded_heads
@@ -687,6 +687,13 @@ def test_the_verb_exits_with_its_code_and_needs_no_torch(folder):
 def test_without_a_model_the_demonstration_model_is_planned_for(run):
     code, output, _ = run("--instance", "inf2.xlarge")
     assert code == 0 and output.startswith("neuron-textgen/demo (llama): ")
+
+
+def test_the_model_to_try_is_planned_for_by_the_config_of_its_repository(run, folder, monkeypatch):
+    hub = {TRIAL_REPOSITORY: folder("TinyLlama")}
+    monkeypatch.setattr(plan, "fetch", lambda config, files: (hub[config.model_id], "its commit"))
+    code, output, _ = run("--model-id", "smollm2", "--instance", "inf2.xlarge")
+    assert code == 0 and output.startswith(f"{TRIAL_REPOSITORY} (llama): ")
 
 
 # As published, with what transformers' classes have left out.
