@@ -434,7 +434,7 @@ class Startup:
             try:
                 compiling.result()
             except OSError as error:
-                what = f"no space for compiled loops in {os.environ.get('NUMBA_CACHE_DIR')} ({error})"
+                what = f"compiled loops cannot be kept in {os.environ.get('NUMBA_CACHE_DIR')} ({error})"
                 raise ConfigError(f"{what}; set NUMBA_CACHE_DIR to another folder") from error
 
     def _info(

@@ -10,7 +10,9 @@ almost all rows.
 
 from __future__ import annotations
 
+import logging
 import math
+import shutil
 from collections import Counter
 from collections.abc import Collection, Sequence
 
@@ -19,6 +21,8 @@ import numpy as np
 from engine.sampling import loops
 from engine.sampling.loops import FAILED, NEEDS_FULL_SORT, NO_MASK, BatchSamplingParams, Source
 from protocol import SamplingParams
+
+logger = logging.getLogger("worker")
 
 MAX_FAST_TOP_K = 256  # for a larger top-k the whole row is sorted
 NOT_A_NUMBER = "the model produced NaN logits"
@@ -255,8 +259,22 @@ def logprobs(logits: np.ndarray, tokens: Sequence[int], top_n: Sequence[int]) ->
 
 def compile_loops(dtypes: Sequence[str]) -> None:
     """Compiles the loops for float32 and for logits of these types, "float32" or "bfloat16". Writes them to
-    numba's cache, if it has a folder, from which later processes load them. Raises OSError if the cache has
-    no space."""
+    numba's cache, if it has a folder, from which later processes load them. Where files of the cache are
+    damaged, removes its folder, with a warning, and compiles again. Raises OSError if the cache has no space,
+    or damaged files that cannot be removed."""
+    try:
+        _run_loops(dtypes)
+    except OSError:
+        raise
+    except Exception as error:  # unpickling raises errors of many types
+        folder = loops.maxima_of.stats.cache_path
+        logger.warning("The compiled loops in %s are damaged (%r): compiling again", folder, error)
+        shutil.rmtree(folder)
+        _run_loops(dtypes)
+
+
+def _run_loops(dtypes: Sequence[str]) -> None:
+    """Calls each loop with float32 and with logits of these types."""
     read_in_place = SamplerState(SamplingParams(), [0])
     changed = SamplerState(SamplingParams(), [0], banned=[1], banned_for=1 << 40)
     batch = SamplingBatch([read_in_place, changed])

@@ -694,6 +694,33 @@ print(sum(sampling_loops.sample_index.stats.cache_hits.values()))
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize("ending", ["nbi", "nbc"])
+def test_damaged_loops_in_the_cache_are_compiled_again_with_a_warning(tmp_path, ending):
+    code = """
+import numpy as np
+from engine.sampling import loops, sampling
+sampling.sample = lambda *_: None
+sampling.logprobs = lambda *_: loops.sample_index(np.ones(3), 0.5)  # the one that compiles soonest
+sampling.compile_loops(["float32"])
+print(sum(loops.sample_index.stats.cache_hits.values()))
+"""
+
+    def start():
+        environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+        command = [sys.executable, "-c", code]
+        ran = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True, check=True)
+        return ran.stdout, ran.stderr
+
+    assert start() == ("0\n", "")
+    for damage in (0, 40):
+        (file,) = tmp_path.glob(f"loops-*/*.{ending}")
+        os.truncate(file, damage)
+        hits, warning = start()
+        assert hits == "0\n" and f"The compiled loops in {file.parent} are damaged" in warning
+        assert start() == ("1\n", "")
+
+
+@pytest.mark.processes
 def test_numba_writes_nothing_into_a_debug_log(tmp_path):
     code = """
 import logging, sys
