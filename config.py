@@ -1238,6 +1238,15 @@ def _parse_value(name: str, value: str, entry: dataclasses.Field) -> Any:
         raise ConfigError(f"{name}{shown}: {error}") from None
 
 
+@contextlib.contextmanager
+def _reading(model: str | Path) -> Iterator[None]:
+    """Turns an OSError of the body into a ConfigError that names the path of the model."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"--model-id {model} cannot be read: {error.strerror}") from None
+
+
 def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Config:
     """Reads the settings into a Config. Flags override environment variables, which override defaults. argv:
     the flags, without the program's name.
@@ -1258,19 +1267,18 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Config:
     for flag, entry in SETTINGS.items():
         if names := _names_given(flag, given):
             values[entry.name] = _parse_value(names[0], given[names[0]], entry)
-    if "model_id" not in values and (SAGEMAKER_MODEL / "config.json").is_file():
-        values["model_id"] = str(SAGEMAKER_MODEL)
+    with _reading(SAGEMAKER_MODEL):
+        if "model_id" not in values and (SAGEMAKER_MODEL / "config.json").is_file():
+            values["model_id"] = str(SAGEMAKER_MODEL)
     config = Config(**values)
     if config.model_id == TRIAL_MODEL or not config.is_local:
         return config
     path = _absolute_path(config.model_id)
     if path != config.model_id:  # child processes have other working folders; clients see what was given
         config = dataclasses.replace(config, model_id=path, served_model_name=config.model_name)
-    try:
+    with _reading(path):
         if not has_gguf(Path(path)):
             Manifest.read(path)
-    except OSError as error:
-        raise ConfigError(f"--model-id {path} cannot be read: {error.strerror}") from None
     return config
 
 

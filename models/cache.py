@@ -91,7 +91,8 @@ class ModelCache:
         it is. Raises ConfigError for an entry with files that are not regular."""
         for folder in (SHIPPED, self.folder) if key else ():
             entry = folder / key
-            if (entry / ENTRY).is_file() and entry not in self._damaged:
+            # False, unlike `Path.is_file`, in a folder that cannot be looked at.
+            if os.path.isfile(entry / ENTRY) and entry not in self._damaged:
                 check_regular(entry)
                 if folder != SHIPPED:
                     mark_used(entry / ENTRY)

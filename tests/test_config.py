@@ -9,6 +9,7 @@ import re
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -187,6 +188,13 @@ def test_the_model_that_sagemaker_unpacks_is_served_when_none_is_named(model, mo
     assert parse([], {"HF_MODEL_ID": "someone/model"}).model_id == "someone/model"
     (model / "config.json").unlink()
     assert parse([], {}).is_demo
+
+
+def test_a_model_of_sagemaker_that_cannot_be_looked_at_is_refused_only_when_no_other_is_named(monkeypatch):
+    path = Path("/" + "a" * 256)
+    monkeypatch.setattr(config, "SAGEMAKER_MODEL", path)
+    assert of().model_id == "someone/model"
+    assert refusal(MODEL_ID="") == f"--model-id {path} cannot be read: File name too long"
 
 
 @pytest.mark.parametrize("given", [".", "./", "{name}", "./{name}", "../{parent}/{name}", "~/{name}", "tiny model.gguf"])

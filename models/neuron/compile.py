@@ -9,6 +9,7 @@ model. The settings go to `build.BuildPlan`, which decides what is compiled. Nee
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -16,7 +17,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import config as configuration
@@ -46,10 +47,11 @@ def compile_model(config: Config, output: Path) -> None:
     """
     if config.lora_adapters:
         raise ConfigError(f"--lora-adapters (LORA_ADAPTERS): {plan.ADAPTERS_ELSEWHERE}")
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ConfigError(f"--output {output} exists and is not empty; name another folder, or remove it")
-    if output.is_symlink() or output.is_mount():  # cannot be replaced by the finished folder
-        raise ConfigError(f"--output {output} is a symbolic link or a mount point; name a folder in it")
+    with _writing(output):
+        if output.exists() and (not output.is_dir() or any(output.iterdir())):
+            raise ConfigError(f"--output {output} exists and is not empty; name another folder, or remove it")
+        if output.is_symlink() or output.is_mount():  # cannot be replaced by the finished folder
+            raise ConfigError(f"--output {output} is a symbolic link or a mount point; name a folder in it")
     config, folder, commit = fetch_source(config, Neuron)
     if folder.name != commit:  # not as the hub has it: from a GGUF file, dequantized, or with an adapter
         commit = None
@@ -64,15 +66,25 @@ def compile_model(config: Config, output: Path) -> None:
             "this machine has no Neuron device whose cores could be counted; give --tp-degree (TP_DEGREE)"
         )
     build = BuildPlan.decide(config, folder, manifest)
+    with (
+        _writing(output),
+        tempfile.TemporaryDirectory() as work_dir,
+        renamed_when_complete(output) as staging,
+    ):
+        failure = f"{config.model_name} cannot be compiled"
+        model, build = make_compiled(build, Path(work_dir), lambda model: model.cpu_compile(), failure)
+        model.save(str(staging / artifact.COMPILED))
+        _write_model(build, manifest, staging, commit)
+    logger.info("Compiled %s into %s; serve it with --model-id %s", config.model_name, output, output)
+
+
+@contextlib.contextmanager
+def _writing(output: Path) -> Iterator[None]:
+    """Turns an OSError of the body into a ConfigError that names --output."""
     try:
-        with tempfile.TemporaryDirectory() as work_dir, renamed_when_complete(output) as staging:
-            failure = f"{config.model_name} cannot be compiled"
-            model, build = make_compiled(build, Path(work_dir), lambda model: model.cpu_compile(), failure)
-            model.save(str(staging / artifact.COMPILED))
-            _write_model(build, manifest, staging, commit)
+        yield
     except OSError as error:
         raise ConfigError(f"--output {output} cannot be written: {error}") from None
-    logger.info("Compiled %s into %s; serve it with --model-id %s", config.model_name, output, output)
 
 
 def _write_model(build: BuildPlan, manifest: Manifest, target: Path, commit: str | None) -> None:

@@ -359,13 +359,17 @@ def test_quantized_weights_that_do_not_convert_are_refused_without_another_conve
     assert len(conversions) == 1
 
 
-@pytest.mark.parametrize("full", [False, True], ids=["read-only", "full"])
-def test_a_cache_that_cannot_be_written_costs_a_warning(config, converter, conversions, monkeypatch, caplog, full):
-    if full:
+READ_ONLY = "/proc/no-such-folder"
+CLOSED = "/proc" + 20 * f"/{'x' * 202}"  # the path of an entry is too long to be looked at
+
+
+@pytest.mark.parametrize("folder", [READ_ONLY, CLOSED, None], ids=["read-only", "closed", "full"])
+def test_a_cache_that_cannot_be_written_costs_a_warning(config, converter, conversions, monkeypatch, caplog, folder):
+    if folder is None:
         free = lambda path: SimpleNamespace(free=0 if "cache" in str(path) else 10**12)  # noqa: E731
         monkeypatch.setattr(converter.shutil, "disk_usage", free)
     else:
-        config = dataclasses.replace(config, model_cache="/proc/no-such-folder")
+        config = dataclasses.replace(config, model_cache=folder)
     assert load(config).engine == "openvino"
     assert [record.levelname for record in caplog.records].count("WARNING") == 1
     assert "cannot be kept" in caplog.text

@@ -77,6 +77,7 @@ def test_help_names_the_flags_that_decide_what_is_compiled(capsys):
         ("--model-id {model}", "--output is missing"),
         ("--model-id {model} --output", "argument --output: expected one argument"),
         ("--model-id {model} --output {model}", "exists and is not empty"),
+        ("--model-id {model} --output {long}", "cannot be written: [Errno 36] File name too long"),
         ("--model-id {model} --output={output}", "this machine has no Neuron device whose cores could be counted"),
         ("--model-id {model} --output {output} --device cpu", "--device cpu: only models for Neuron"),
         ("--model-id {model} --output {output} --tp-degree 3", "tp_degree 3 is not possible with 3 cores"),
@@ -100,6 +101,7 @@ def test_help_names_the_flags_that_decide_what_is_compiled(capsys):
 def test_what_compile_cannot_do_is_one_line_and_exit_code_2(tmp_path, capsys, monkeypatch, line, reason):
     monkeypatch.delenv("NEURON_RT_NUM_CORES")
     places = {"model": checkpoint(tmp_path / "model"), "output": tmp_path / "output", "compiled": tmp_path / "compiled"}
+    places["long"] = tmp_path / ("x" * 256)
     places["ranker"] = checkpoint(tmp_path / "ranker", LLAMA | {"architectures": ["LlamaForSequenceClassification"]})
     if "{compiled}" in line:
         compiled(tmp_path)
