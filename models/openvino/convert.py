@@ -33,6 +33,7 @@ from manifest import Manifest
 from models.accuracy import find_fault, kl_divergence
 from models.base import Chunk
 from models.cache import CannotWrite, NotConverted, ends_conversion
+from models.checkpoint.architecture import read_architecture
 from models.checkpoint.pretrained import (
     InFloat32,
     VisionCheck,
@@ -98,9 +99,9 @@ def write_graph(config: Config, manifest: Manifest, folder: Path, target: Path) 
     def begin(step: str) -> None:
         logger.info("Converting %s, step %d of %d: %s", config.model_name, next(numbers), steps, step)
 
+    _check_room(config, read_architecture(config, folder).parameters, target)
     begin(f"loading {stored / 1e9:.1f} GB of weights")
     model = load_pretrained(config, folder, "cpu")
-    _check_room(config, model, target)
     facts: Json = {
         "model": config.model_name,
         "dtype": config.dtype,
@@ -140,10 +141,10 @@ def write_graph(config: Config, manifest: Manifest, folder: Path, target: Path) 
     return facts
 
 
-def _check_room(config: Config, model: torch.nn.Module, target: Path) -> None:
-    """Raises CannotWrite where the disk of `target` has no room for the converted weights of `model`."""
+def _check_room(config: Config, parameters: int, target: Path) -> None:
+    """Raises CannotWrite where the disk of `target` has no room for so many converted weights."""
     size = COMPRESSED_BYTES if config.quantize else DTYPES[config.dtype].bytes
-    needed = SPARE_BYTES + size * model.num_parameters()
+    needed = SPARE_BYTES + size * parameters
     if shutil.disk_usage(target).free < needed:
         raise CannotWrite(f"{target} has no room for {needed / 1e9:.1f} GB")
 
