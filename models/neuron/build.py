@@ -226,6 +226,14 @@ def _configured_for(compiled_config: CompiledConfig, family: Family, config: Con
             f"{config.model_name} was compiled for {compiled_config.model_class}, not {model_class}; "
             "compile it again"
         )
+    given = config.max_snapshot_memory
+    state_bytes = family.state_bytes(compiled_config.tp_degree, compiled_config.dtype)
+    held = compiled_config.snapshots * state_bytes / 1e9
+    if given != Config.max_snapshot_memory and given < held:  # the default does not count as given
+        raise ConfigError(
+            f"--max-snapshot-memory {given:g} (MAX_SNAPSHOT_MEMORY) is less than the {held:.3g} GB that "
+            f"{config.model_name} was compiled for; leave it out, or compile it again"
+        )
     plan.check_settings(family, config)
     _machine(config)
     return config

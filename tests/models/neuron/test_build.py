@@ -3,6 +3,7 @@ fails."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shlex
@@ -35,6 +36,7 @@ from on_neuron import (  # noqa: F401
     refusal,
     serve,
 )
+from published.configs import OTHERS
 
 from models.cache import evict, locked
 from models.errors import ModelError
@@ -292,6 +294,30 @@ def test_a_compiled_model_is_served_without_compiling_with_its_limits_or_smaller
         batch.step()
     assert_text_alone(batch, 0, list(range(1, 11)))
     assert_text_alone(batch, 1, [7])
+
+
+@pytest.mark.parametrize("length", [2, 3, 4])
+def test_a_folder_with_draft_tokens_is_served_with_slots_that_are_too_short_for_them(tmp_path, length):
+    output = compiled(tmp_path, "--speculate", "3", "--max-batch-size", "2")
+    batch = Batch(serve(output, max_total_tokens=length))
+    batch.join(1, [5])
+    for _ in range(length - 2):
+        batch.step()
+    assert_text_alone(batch, 1, [5])
+
+
+def test_less_memory_for_snapshots_than_a_folder_was_compiled_for_is_refused(tmp_path):
+    config = OTHERS["LiquidAI/LFM2-1.2B"]
+    folder = checkpoint(tmp_path / "model", config)
+    section = dataclasses.asdict(decide(folder, max_snapshot_memory=0.01).compiled_config)
+    (folder / "config.json").write_text(json.dumps(config | {"neuron": section}))
+    for memory in (0.01, 1.0, 2.0):
+        assert decide(folder, max_snapshot_memory=memory).compiled_config.snapshots == section["snapshots"]
+    for memory in (0.005, 0):
+        with pytest.raises(
+            ConfigError, match=rf"--max-snapshot-memory {memory} .* the 0\.00\d+ GB that .* was compiled for; leave it out"
+        ):
+            decide(folder, max_snapshot_memory=memory)
 
 
 def test_a_compiled_model_needs_the_cores_that_it_was_compiled_for(tmp_path, monkeypatch):
