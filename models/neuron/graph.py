@@ -14,6 +14,7 @@ import contextlib
 import copy
 import functools
 import itertools
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -421,13 +422,17 @@ class CheckpointTensors:
 
 def _map_tensors(folder: Path) -> Tensors:
     """Returns the tensors of a checkpoint by their names, in files that are mapped and not read; {}: there
-    are no weights. Pickled files count where there are no safetensors; no code in them runs."""
+    are no weights. Pickled files count where there are no safetensors; no code in them runs. Those of PyTorch
+    before 1.6, which are no zip files, cannot be mapped, and are read."""
     tensors: Tensors = {}
     for path in folder.glob("model*.safetensors"):
         tensors |= load_file(path)
     if tensors:
         return tensors
-    load = functools.partial(torch.load, mmap=True, weights_only=True)
+
+    def load(path: Path) -> Any:
+        return torch.load(path, mmap=zipfile.is_zipfile(path), weights_only=True)
+
     for index in folder.glob(f"{SPLIT_WEIGHTS}/key_to_filename.json"):
         tensors |= {name: load(index.with_name(file)) for name, file in read_json(index).items()}
     for path in filter(Path.is_file, folder.glob("pytorch_model*.bin")):

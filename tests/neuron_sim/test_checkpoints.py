@@ -79,10 +79,11 @@ def save(expected, form):
         save_pretrained_split(expected.model, expected.folder)
         assert (Path(expected.folder) / "pytorch_model.bin" / "key_to_filename.json").is_file()
     else:
-        torch.save(expected.model.state_dict(), Path(expected.folder) / "pytorch_model.bin")
+        path = Path(expected.folder) / "pytorch_model.bin"
+        torch.save(expected.model.state_dict(), path, _use_new_zipfile_serialization=form != "of PyTorch 1.5")
 
 
-@pytest.mark.parametrize("form", ["split", "pytorch_model.bin"])
+@pytest.mark.parametrize("form", ["split", "pytorch_model.bin", "of PyTorch 1.5"])
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_checkpoints_of_older_forms_are_served_and_compiled(tmp_path, form, family):
     expected = made(family, tmp_path / "model")
