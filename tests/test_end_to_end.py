@@ -272,7 +272,7 @@ def test_a_port_in_use_is_refused():
     assert "in use" in line
 
 
-def test_no_room_for_what_is_compiled_is_refused(tmp_path):
+def test_no_room_for_what_is_compiled_is_refused(server, tmp_path):  # which has converted the model
     little = ("bash", "-c", "ulimit -f 16; PYTHONDONTWRITEBYTECODE=1 exec ./entrypoint.sh serve")  # 16 KB a file
     assert "set NUMBA_CACHE_DIR to another folder" in refused(command=little, NUMBA_CACHE_DIR=str(tmp_path))
 

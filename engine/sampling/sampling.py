@@ -268,6 +268,8 @@ def compile_loops(dtypes: Sequence[str]) -> None:
         raise
     except Exception as error:  # unpickling raises errors of many types
         folder = loops.maxima_of.stats.cache_path
+        if not folder:
+            raise
         logger.warning("The compiled loops in %s are damaged (%r): compiling again", folder, error)
         shutil.rmtree(folder)
         _run_loops(dtypes)
