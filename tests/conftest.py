@@ -20,10 +20,16 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a job in the background
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # so does one below nohup with SIGHUP
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-# RANDOM_EXAMPLES is how many random examples each property is tried with, also where a test draws them itself. An example
-# takes as long as it takes: the first one may wait for a compiler.
+# RANDOM_EXAMPLES is how many random examples each property is tried with, also where a test draws them itself. Without it
+# they are a few, and the same ones in each run. An example takes as long as it takes: the first one may wait for a compiler.
 EXAMPLES = int(os.environ.get("RANDOM_EXAMPLES", 20))
-settings.register_profile("ours", deadline=None, max_examples=EXAMPLES, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "ours",
+    deadline=None,
+    max_examples=EXAMPLES,
+    derandomize="RANDOM_EXAMPLES" not in os.environ,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.load_profile("ours")
 
 collect_ignore = ["clients", "ray_serve", "suites"]  # have targets of their own: `make test-clients` and so on

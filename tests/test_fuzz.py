@@ -4,7 +4,6 @@ A few seconds of it run with the other tests, always the same cases. RANDOM_EXAM
 """
 
 import json
-import os
 
 import msgspec
 import pytest
@@ -21,7 +20,6 @@ from text.tokenizer import Tokenizer
 LONGEST_ERROR = 1000  # bytes: a client's own words are not sent back to it in full
 pytestmark = pytest.mark.hypothesis
 fuzz = settings(
-    derandomize="RANDOM_EXAMPLES" not in os.environ,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 
