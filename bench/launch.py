@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -30,9 +31,13 @@ def clean_environment(temporary: Path, port: int, **settings: str) -> dict[str, 
 
 
 def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+    """A port without a listener, outside of the range that Linux takes ports for connections from: a client could take it
+    before the server does."""
+    while True:
+        port = 12000 + secrets.randbelow(8000)
+        with contextlib.suppress(OSError), socket.socket() as found:
+            found.bind(("127.0.0.1", port))
+            return port
 
 
 class Server:

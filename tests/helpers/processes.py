@@ -20,15 +20,19 @@ from peer import Peer
 from protocol import MetricsRequest, MetricsText, Status
 from run import HERE
 
-WAIT_S = 120  # for what may take long on a busy machine; nothing waits that long when it works
+WAIT_S = 300  # for what may take long on a busy machine without caches; nothing waits that long when it works
 MODEL_CACHE = HERE / ".pytest_cache" / "models"  # one for all servers and runs: a model is converted once
+
+
+PORTS = 12000 // 8  # for each of pytest's workers: two of them must not choose one port before a server listens on it
 
 
 def free_port():
     """A port without a listener, outside of the range that Linux takes ports for connections from: one of the many clients
     could take it before the server does."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     while True:
-        port = 20000 + secrets.randbelow(12000)
+        port = 20000 + worker % 8 * PORTS + secrets.randbelow(PORTS)
         with contextlib.suppress(OSError), socket.socket() as s:
             s.bind(("0.0.0.0", port))
             return port
