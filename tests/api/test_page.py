@@ -492,10 +492,10 @@ def test_who_scrolls_up_stays_there_while_the_answer_grows(chat):
 
     top, height = grow("first")
     assert top > height / 2  # it follows
-    chat.script("document.querySelector('#chat').scrollTop = 100")
+    chat.scroll("#chat", 100)
     top, height = grow("second")
     assert top == 100
-    chat.script("document.querySelector('#chat').scrollTop = 1e9")
+    chat.scroll("#chat", 1e9)
     assert grow("third")[0] > height
     answer.end()
     chat.wait_for_end()

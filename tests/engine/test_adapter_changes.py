@@ -22,7 +22,7 @@ def answers(driven):
 
 
 def step_until(driven, holds):
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not holds():
         assert time.monotonic() < deadline, "it did not happen"
         driven.wire.interrupt()
@@ -33,7 +33,7 @@ def test_an_adapter_is_read_while_steps_run_and_is_there_when_the_answer_comes()
     may_read = threading.Event()
 
     def read(_name, _source):
-        assert may_read.wait(20)
+        assert may_read.wait(60)
         return ADAPTER
 
     worker = driven(read_adapter=read)
@@ -108,7 +108,7 @@ def test_a_slow_load_keeps_no_other_waiting_and_so_many_adapters_are_served():
     may_read = threading.Event()
 
     def read(name, _source):
-        assert name != "slow" or may_read.wait(20)
+        assert name != "slow" or may_read.wait(60)
         return ADAPTER
 
     worker = driven(read_adapter=read, settings={"max_cpu_loras": 3})
@@ -135,7 +135,7 @@ def test_what_does_not_fit_into_the_memory_for_adapters_is_refused_by_the_settin
 def test_copies_are_made_while_steps_run(monkeypatch):
     may_copy = threading.Event()
     add = Adapters.add
-    monkeypatch.setattr(Adapters, "add", lambda *arguments: add(*arguments) if may_copy.wait(20) else None)
+    monkeypatch.setattr(Adapters, "add", lambda *arguments: add(*arguments) if may_copy.wait(60) else None)
     may_copy.set()
     worker = driven()
     may_copy.clear()

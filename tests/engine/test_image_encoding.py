@@ -13,7 +13,7 @@ from engine.request import RequestState
 from protocol import Cancel, End, Generate, SubmitRequests
 from text.grammar import GrammarError
 
-WAIT_S = 20
+WAIT_S = 60
 
 
 def prompt_with(*images):

@@ -31,7 +31,7 @@ from protocol import (
 )
 from text.grammar import of_regex
 
-WAIT_S = 20
+WAIT_S = 60
 LASTING = next([a, 9] for a in range(50) if EOS not in greedy([a, 9], 30))  # a prompt whose text has no EOS token
 
 

@@ -20,7 +20,7 @@ from engine.request import RequestState
 from protocol import Cancel, Generate
 from text.grammar import of_regex
 
-WAIT_S = 20
+WAIT_S = 60
 
 
 def request(number, grammar):

@@ -184,7 +184,7 @@ class ImageModel(FakeModel):
     def encode(self, pixels, canvas, is_cancelled):
         for tile in pixels:
             self.began.release()
-            deadline = time.monotonic() + 20  # the thread of a failed test ends, too
+            deadline = time.monotonic() + 60  # the thread of a failed test ends, too
             while not self.may_encode.wait(0.002) and not is_cancelled():
                 assert time.monotonic() < deadline
             if is_cancelled():

@@ -3,7 +3,7 @@
 import shutil
 
 import pytest
-from processes import wait_until
+from processes import WAIT_S, wait_until
 
 webdriver = pytest.importorskip("selenium.webdriver")
 if not (shutil.which("chromium") and shutil.which("chromedriver")):
@@ -72,17 +72,22 @@ class Page:
         self.script("arguments[0].scrollIntoView()", shown[-1])
         shown[-1].click()
 
+    def scroll(self, selector, to):
+        """Scrolls an element, and waits until the page knows: it hears of that with the next frame."""
+        script = "const [view, to, done] = arguments; view.addEventListener('scroll', done, {once: true}); view.scrollTop = to"
+        self.browser.execute_async_script(script, self.find(selector)[0], to)
+
     def wait_for(self, selector):
         return wait_until(lambda: self.find(selector), selector)[-1]
 
     def wait_for_texts(self, selector, texts):
-        wait_until(lambda: self.texts(selector) == texts, f"{selector}: {texts}", 20)
+        wait_until(lambda: self.texts(selector) == texts, f"{selector}: {texts}")
 
     def wait_for_end(self):
         wait_until(lambda: self.find("#send")[0].is_displayed(), "the end")
 
     def next_answer(self):
-        return self.answers.get(timeout=20)
+        return self.answers.get(timeout=WAIT_S)
 
     def exchange(self, text, *pieces):
         """A message and its answer. Returns what was asked."""

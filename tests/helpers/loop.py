@@ -20,7 +20,7 @@ from engine.outputs import Publisher
 from protocol import End, Generate, SubmitRequests, Tokens
 from worker import Startup, Worker
 
-WAIT_S = 20
+WAIT_S = 60
 ENGINES = {"supports_chunked_prefill": {"supports_chunked_prefill": True}, "chunks": {"prefill_chunk": 4}, "whole": {}}
 REUSES = {  # engines that keep prefixes
     "in place": {"supports_chunked_prefill": True, "prefix_granularity": 1},

@@ -7,7 +7,7 @@ import zmq
 
 from protocol import FromWorker, Hello, encode
 
-WAIT_S = 20
+WAIT_S = 60
 
 
 class Peer:

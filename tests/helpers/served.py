@@ -30,7 +30,7 @@ from models.errors import ModelError
 from worker import Worker
 
 responses.SUMMARIZE = "Sum up"  # the context of the model here is short
-WAIT_S = 20
+WAIT_S = 60
 # A model that mixes prompts and decodes and reuses prefixes.
 REUSING = {"supports_chunked_prefill": True, "prefix_granularity": 1, "supports_prefix_copy": True}
 WINDOW = 60

@@ -8,7 +8,6 @@ import socket
 import ssl
 import subprocess
 import threading
-import time
 import tracemalloc
 import urllib.parse
 
@@ -21,6 +20,7 @@ from api.generation.image_urls import ImageUrlError, fetch_image, read_base64, r
 
 PNG = b"\x89PNG\r\n\x1a\n\xff\xfb"
 NAME = "images.example"
+WAIT_S = 60  # for what takes less than a second on an idle machine
 
 
 def data_url(data=PNG, head="data:image/png;base64,"):
@@ -361,6 +361,7 @@ BROKEN = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_an_answer_without_bounds_or_sense_is_refused_and_takes_little_memory(name, host, monkeypatch):
     monkeypatch.setattr(image_urls, "MAX_IMAGE_BYTES", MANY)
+    monkeypatch.setattr(image_urls, "MAX_FETCH_S", 100)  # the bytes end it, on a slow machine too
     host.answers["/"], words = BROKEN[name]
     tracemalloc.start()
     try:
@@ -410,10 +411,9 @@ SLOW = {
 def test_a_slow_answer_ends_in_time(name, host, over, monkeypatch):
     monkeypatch.setattr(image_urls, "MAX_FETCH_S", 0.3)
     host.answers["/"] = slowly(*SLOW[name], over)
-    begun_at = time.monotonic()
     at = f"127.0.0.1:{host.port}"
-    assert refused(f"http://{at}/", at) == "takes longer than 0.3 s to fetch"
-    assert time.monotonic() - begun_at < 3
+    with gevent.Timeout(WAIT_S):  # the answer itself takes until the end of the test
+        assert refused(f"http://{at}/", at) == "takes longer than 0.3 s to fetch"
 
 
 def test_the_time_is_for_all_redirects_and_the_look_up_too(host, names, over, monkeypatch):
@@ -432,26 +432,22 @@ def test_the_time_is_for_all_redirects_and_the_look_up_too(host, names, over, mo
 
 @pytest.mark.parametrize("name", ["interim responses without end", "chunks without end", "until it closes"])
 def test_a_fast_answer_without_end_neither_stops_other_greenlets_nor_escapes_the_timeout(name, host, monkeypatch):
-    monkeypatch.setattr(image_urls, "MAX_FETCH_S", 0.5)
+    monkeypatch.setattr(image_urls, "MAX_FETCH_S", 100)
     monkeypatch.setattr(image_urls, "MAX_IMAGE_BYTES", 10**12)
     host.answers["/"], _ = BROKEN[name]
-    ticked = []
-
-    def tick():
-        while True:
-            gevent.sleep(0.001)
-            ticked.append(True)
-
-    ticks = gevent.spawn(tick)
-    try:
-        at = f"127.0.0.1:{host.port}"
-        assert refused(f"http://{at}/", at) == "takes longer than 0.5 s to fetch"
-    finally:
-        ticks.kill()
-    assert len(ticked) > 10
+    at = f"127.0.0.1:{host.port}"
+    fetch = gevent.spawn(fetch_image, f"http://{at}/", [at])
+    while not host.requests:
+        gevent.sleep(0.001)
+    for _turn in range(30):  # of another greenlet, while the answer arrives
+        gevent.sleep(0.001)
+    assert not fetch.ready()
+    fetch.kill()
+    monkeypatch.setattr(image_urls, "MAX_FETCH_S", 0.5)
+    assert refused(f"http://{at}/", at) == "takes longer than 0.5 s to fetch"
 
 
-def test_eight_are_fetched_at_a_time(host, over):
+def test_eight_are_fetched_at_a_time(host, over, monkeypatch):
     at = f"127.0.0.1:{host.port}"
     all_wait = threading.Semaphore(0)
 
@@ -462,6 +458,7 @@ def test_eight_are_fetched_at_a_time(host, over):
             yield response(PNG)
 
     host.answers["/"] = Waiting()
+    monkeypatch.setattr(image_urls, "MAX_FETCH_S", 100)
     fetches = [gevent.spawn(fetch_image, f"http://{at}/", [at]) for _ in range(20)]
     for _ in range(8):
         while not all_wait.acquire(blocking=False):

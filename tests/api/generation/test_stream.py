@@ -4,6 +4,7 @@ import contextlib
 import json
 import socket
 import time
+from types import SimpleNamespace
 
 import gevent
 import pytest
@@ -13,12 +14,13 @@ from served import WAIT_S, events, wait_until
 
 from api.generation import stream as generation
 from api.generation.prepared_request import TokenizedPrompt
+from api.generation.response_writer import GeneratedSequence
 from api.http.errors import CLIENT_CLOSED_REQUEST, ApiError
 from api.tgi import NativeResponseWriter
 from protocol import End, PromptDone, Token
 
 NATIVE = {"inputs": "Hello", "parameters": {"max_new_tokens": 12}}
-DEADLINE_S = 1.5  # long enough for the first token, also on a busy machine
+DEADLINE_S = 60  # tests that wait for it set the clock
 
 # Failures
 
@@ -91,11 +93,11 @@ def test_tokens_that_arrive_together_with_the_end_of_their_request_are_not_lost(
 
 
 def test_a_silent_stream_is_kept_open_with_comments(served, monkeypatch):
-    monkeypatch.setattr(generation, "KEEP_ALIVE_S", 0.05)
     served.model.may_decode.clear()
     with served.post("/generate_stream", {"inputs": "Hello", "parameters": {"max_new_tokens": 3}}, buffered=False) as response:
         chunks = iter(response.response)
         assert next(chunks).startswith(b"data: ")
+        monkeypatch.setattr(generation, "KEEP_ALIVE_S", 0.05)
         assert next(chunks) == b":\n\n"
         served.model.may_decode.set()
         rest = b"".join(chunks)
@@ -154,8 +156,12 @@ def test_a_disconnect_is_counted_as_dropped_and_ends_the_request_also_before_the
     assert (seen["tgi_request_failure_total,dropped"], seen["tgi_request_count_total"]) == (1, 1)
     served.model.may_decode.set()
     served.assert_idle()
-    (finished,) = [record.fields for record in caplog.records if record.message == "request finished"]
-    assert finished["finish_reason"] == "client_disconnected"
+
+    def finished():
+        return [record.fields for record in caplog.records if record.getMessage() == "request finished"]
+
+    wait_until(finished)
+    assert [fields["finish_reason"] for fields in finished()] == ["client_disconnected"]
 
 
 # Headers
@@ -206,15 +212,31 @@ def test_a_request_of_several_sequences_tells_their_sums(served):
 # Deadlines
 
 
-def late(served, route, body):
-    """Answers while the device stands still after the first token, until the deadline."""
-    served.model.may_decode.clear()
-    response = served.post(route, body)
-    served.model.may_decode.set()
-    return response
+@pytest.fixture
+def late(monkeypatch):
+    """Answers while the device stands still after the first token; then it is past the deadline."""
+    ahead_s = 0
+    tokens = []
+    now, take = time.monotonic, GeneratedSequence.take
+    monkeypatch.setattr(generation, "time", SimpleNamespace(monotonic=lambda: now() + ahead_s))
+    monkeypatch.setattr(GeneratedSequence, "take", lambda *token: [take(*token), tokens.append(token)][0])
+
+    def answer(served, route, body):
+        nonlocal ahead_s
+        served.model.may_decode.clear()
+        asking = gevent.spawn(served.post, route, body)
+        wait_until(lambda: tokens)
+        ahead_s = 2 * DEADLINE_S
+        response = asking.get(timeout=WAIT_S)
+        ahead_s = 0
+        tokens.clear()
+        served.model.may_decode.set()
+        return response
+
+    return answer
 
 
-def test_an_answer_ends_at_its_deadline_with_the_text_so_far(serve):
+def test_an_answer_ends_at_its_deadline_with_the_text_so_far(serve, late):
     served = serve(response_deadline=DEADLINE_S).get_ready()
     first = served.tokenizer.decode(served.expected("Hello", 1))
     response = late(served, "/generate", {"inputs": "Hello", "parameters": {"details": True}})
@@ -235,7 +257,7 @@ def narrow(serve):
     served.assert_idle()
 
 
-def test_at_the_deadline_the_best_is_one_that_has_begun(narrow):
+def test_at_the_deadline_the_best_is_one_that_has_begun(narrow, late):
     parameters = {"best_of": 2, "temperature": 0.5, "details": True, "decoder_input_details": True}
     response = late(narrow, "/generate", {"inputs": "Hello", "parameters": parameters})
     assert response.status_code == 200
@@ -250,8 +272,7 @@ def test_at_the_deadline_the_best_is_one_that_has_begun(narrow):
     assert [len(choice["logprobs"]["tokens"]) for choice in response.json["choices"]] == [6, 2]
 
 
-def test_an_invocation_has_a_deadline_of_its_own(serve, monkeypatch):
-    monkeypatch.setattr("api.routes.SAGEMAKER_DEADLINE_S", DEADLINE_S)
+def test_an_invocation_has_a_deadline_of_its_own(serve, late):
     served = serve().get_ready()
     body = {"inputs": "Hello", "parameters": {"return_full_text": False}}
     assert late(served, "/invocations", body).json[0]["generated_text"] == served.tokenizer.decode(served.expected("Hello", 1))

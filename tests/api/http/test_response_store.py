@@ -90,7 +90,9 @@ def test_an_entry_that_is_larger_than_the_file_may_be_is_not_stored_and_costs_no
     assert client.has("resp_1") and not client.has("resp_2")
 
 
-def test_writers_wait_for_each_other(client, caplog):
+def test_writers_wait_for_each_other(client, caplog, monkeypatch):
+    monkeypatch.setattr(response_store, "BUSY_S", 60)  # on a slow disk, too
+
     def write(writer):
         own = client.owned
         for n in range(20):
