@@ -45,7 +45,7 @@ def test_thousands_of_requests_get_the_answers_that_the_document_promises(server
     command = ["-m", "schemathesis.cli", "run", document, "--checks", CHECKS, "--phases", "coverage"]
     for path in ("/", "/v1", "/invocations", "/generate_stream"):  # they take what others take
         command += ["--exclude-path", path]
-    command += ["--seed", "1", "--no-color", "--max-failures", "5"]
+    command += ["--seed", "1", "--no-color", "--max-failures", "5", "--request-timeout", "120"]
     environment = os.environ | {"SCHEMATHESIS_HOOKS": "contract_hooks", "PYTHONPATH": str(Path(__file__).parent / "helpers")}
     done = subprocess.run([sys.executable, *command], cwd=server.tmp, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

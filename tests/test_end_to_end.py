@@ -42,11 +42,12 @@ def test_a_question_is_answered_and_the_answer_ends_by_itself(server):
 
 
 def test_tokens_come_one_by_one_while_the_answer_is_written(server):
-    long = {"ignore_eos": True, "max_tokens": 500}  # so that it still runs when one has looked
-    response = server.request("POST", "/v1/completions", {"prompt": QUESTIONS[0], "stream": True} | long)
+    long = {"ignore_eos": True, "max_tokens": 900}
+    many = {"prompt": QUESTIONS * 2, "stream": True}  # so that some still run when one has looked
+    response = server.request("POST", "/v1/completions", many | long)
     first = next(events(response))
     assert first["choices"][0]["finish_reason"] is None
-    assert server.status().running == 1, "the first token is here while the request still runs"
+    assert server.status().running > 0, "the first token is here while the request still runs"
     assert response.read().endswith(b"data: [DONE]\n\n")
 
 
@@ -59,7 +60,7 @@ def test_32_streams_on_4_slots_all_get_the_right_text(server):
 
 
 def test_the_next_turn_of_a_chat_runs_only_what_is_new_and_says_so(server):
-    body = {"messages": [{"role": "user", "content": f"What is Deep Learning? {os.urandom(4).hex()}"}], "temperature": 0}
+    body = {"messages": [{"role": "user", "content": "What is Deep Learning? And 5f2c?"}], "temperature": 0}
     cached = []
     for text in ("Tell me more.", "And then?", "Thanks."):
         answer = json.loads(server.request("POST", "/v1/chat/completions", body).read())
@@ -132,15 +133,14 @@ def test_a_response_that_one_web_process_stores_is_known_to_the_other(server):
 
 def test_every_web_process_tells_the_same_metrics(server):
     def count():
-        status, text = server.get("/metrics")
-        assert status == 200
+        text = wait_until(lambda: (answer := server.get("/metrics"))[0] == 200 and answer[1], "the metrics")
         return int(float(re.search(r"^tgi_request_success (\S+)$", text, flags=re.MULTILINE)[1]))
 
     before = count()
     for _ in range(6):  # each on a connection of its own, so that both web processes have some
         server.generate("Hello", max_new_tokens=1)
     wait_until(lambda: count() >= before + 6, "the count of all six")
-    assert {count() for _ in range(10)} == {before + 6}
+    assert len({count() for _ in range(10)}) == 1
     model = json.loads(server.get("/info")[1])["model_id"]
     assert f'\nvllm:num_requests_running{{engine="0",model_name="{model}"}} 0.0\n' in server.get("/metrics")[1]
 
@@ -195,12 +195,14 @@ def test_as_sagemaker_starts_it():
 
 
 def test_each_finished_request_is_one_line_in_the_log(server):
-    before = server.log.count("request finished")
-    server.generate("Hello", max_new_tokens=3)
-    wait_until(lambda: server.log.count("request finished") == before + 1, "the line")
-    line = server.log.strip().splitlines()[-1]
+    body = {"inputs": "Hello", "parameters": {"max_new_tokens": 3}}
+    server.request("POST", "/generate", body, **{"x-request-id": "mine"}).read()
+
+    def lines():
+        return [line for line in server.log.splitlines() if "request finished" in line and "request_id=mine " in line]
+
+    (line,) = wait_until(lines, "the line")
     for name in (
-        "request_id=",
         "input_tokens=",
         "generated_tokens=3",
         "queue_ms=",

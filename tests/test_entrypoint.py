@@ -17,6 +17,8 @@ from processes import Server, wait_until
 
 from run import HERE
 
+SOON_S = 40  # for what takes a second on an idle machine; without an end it would be a minute or more
+
 # In place of Python: the real config.py, and processes of the two other kinds that do what a test asks for. The check of the
 # environment waits for the file MAY_START. The call that has the word SIGNALLED first sends $STOP to the process group.
 PYTHON = """#!/usr/bin/env bash
@@ -134,7 +136,7 @@ def test_a_python_without_what_the_server_needs_ends_it_with_one_line_that_says_
 
 def make(*words, folder=HERE, **environ):
     command = ["make", "--no-print-directory", *words]
-    return subprocess.run(command, cwd=folder, env=os.environ | environ, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=folder, env=os.environ | environ, capture_output=True, text=True, timeout=SOON_S * 3)
 
 
 def test_make_help_lists_every_target_that_is_for_people():
@@ -191,7 +193,7 @@ def test_a_stop_before_the_server_is_ready_ends_it_at_once(start, since, stop):
     with start(DEAF) as server:
         wait_until(lambda: server.run_dir and (server.run_dir / since).exists(), since)
         server.process.send_signal(stop)
-        assert server.wait_exit(seconds=10) == 0
+        assert server.wait_exit(SOON_S) == 0
         assert server.log.splitlines()[-1].endswith("entrypoint: Stopped")
 
 
@@ -204,7 +206,7 @@ def test_a_stop_in_the_first_moment_is_not_lost(start, tmp_path, subcommand, cod
         wait_until((server.tmp / "is_checked").exists, "the first command")
         server.process.send_signal(stop)
         (tmp_path / "may_start").touch()
-        assert server.wait_exit(seconds=10) == code
+        assert server.wait_exit(SOON_S) == code
         assert server.log == ""
 
 
@@ -217,7 +219,7 @@ def test_a_stop_of_the_whole_process_group_in_the_first_second_is_no_error(start
         (tmp_path / command).chmod(0o755)
     path = f"{tmp_path}:{os.environ['PATH']}"
     with start(DEAF, PATH=path, SIGNALLED=during, STOP=stop) as server:
-        assert server.wait_exit(seconds=10) == 0
+        assert server.wait_exit(SOON_S) == 0
         assert "error" not in server.log and len(server.log.splitlines()) <= 2  # "Starting" and "Stopped"
 
 
@@ -230,7 +232,7 @@ def test_a_second_signal_to_stop_ends_the_reading_of_the_model_folder(start, sto
             with contextlib.suppress(subprocess.TimeoutExpired):
                 server.process.wait(0.2)
                 break
-        assert server.wait_exit(seconds=10) == 0 and server.log == ""
+        assert server.wait_exit(SOON_S) == 0 and server.log == ""
 
 
 # Runs a command in a terminal, in which SIGINT presses Ctrl-C.
@@ -253,7 +255,7 @@ def test_ctrl_c_before_the_server_is_ready_ends_it_at_once_and_without_a_traceba
     with start(DEAF, command=command) as server:
         wait_until(lambda: server.run_dir and (server.run_dir / since).exists(), since)
         server.process.send_signal(signal.SIGINT)
-        assert server.wait_exit(seconds=10) == 0
+        assert server.wait_exit(SOON_S) == 0
         lines = server.log.replace("^C", "").split("\n")  # the terminal shows the key, before, behind or within a line
         starting, *others = [line for line in map(str.strip, lines) if line] or [None]
         # With the lock, the first process that would write may not have begun.

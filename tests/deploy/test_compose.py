@@ -18,7 +18,7 @@ import urllib.request
 
 import pytest
 import yaml
-from processes import Server, free_port, wait_until
+from processes import WAIT_S, Server, free_port, wait_until
 
 from run import HERE
 
@@ -257,7 +257,7 @@ def test_streams_come_token_by_token_from_the_server_with_the_fewest(replicas):
     for stream, server in streams:
         if server == 0:
             client_closed(stream)
-    wait_until(lambda: replicas.running() == [0, 2], "disconnects reach their server", 10)
+    wait_until(lambda: replicas.running() == [0, 2], "disconnects reach their server")
     streams += [begin(), begin()]
     assert replicas.running() == [2, 2]
     for stream, _ in streams:
@@ -271,7 +271,7 @@ def test_a_disconnect_before_the_response_reaches_the_server(replicas):
     client.request("POST", "/v1/completions", json.dumps(LONG), {"Content-Type": "application/json"})
     wait_until(lambda: sum(replicas.running()) == 1, "the request runs")
     client.close()
-    wait_until(lambda: sum(replicas.running()) == 0, "the disconnect reaches its server", 10)
+    wait_until(lambda: sum(replicas.running()) == 0, "the disconnect reaches its server")
 
 
 @needs_haproxy
@@ -310,17 +310,17 @@ def test_no_request_is_lost_to_a_server_that_stops(replicas):
 @needs_haproxy
 @pytest.mark.processes
 def test_a_request_whose_server_dies_is_sent_to_the_other(replicas):
-    # Eight seconds, so that all four still run when a busy machine has started the last.
-    streams, whole = [replicas.stream(max_tokens=400), replicas.stream(max_tokens=400)], []
+    # Twenty seconds, so that all four still run when a busy machine has started the last.
+    streams, whole = [replicas.stream(max_tokens=1000), replicas.stream(max_tokens=1000)], []
     with concurrent.futures.ThreadPoolExecutor() as pool:
         for _ in range(2):  # one after the other, so that each server gets one
-            whole.append(pool.submit(replicas.proxy.post, "/v1/completions", LONG | {"max_tokens": 250}))
+            whole.append(pool.submit(replicas.proxy.post, "/v1/completions", LONG | {"max_tokens": 700}))
             wait_until(lambda: sum(replicas.running()) == 2 + len(whole), "the request runs")
         assert replicas.running() == [2, 2]
         with asking(replicas.proxy) as statuses:
             wait_until(lambda: statuses, "an answer")
             replicas.servers[0].process.kill()
-            assert [done.result()["usage"]["completion_tokens"] for done in whole] == [250, 250]
+            assert [done.result()["usage"]["completion_tokens"] for done in whole] == [700, 700]
             assert sorted(is_whole(stream) for stream in streams) == [False, True]
             replicas.servers[0] = replicas.start("127.0.0.2")
             replicas.wait_ready()
@@ -345,7 +345,7 @@ def test_the_proxy_finishes_what_runs_when_it_is_stopped(replicas):
     stream = replicas.stream(max_tokens=150)
     proxy.process.send_signal(signal.SIGUSR1)  # compose.yaml: stop_signal
     assert is_whole(stream)
-    proxy.process.wait(20)  # its exit code is that of a crash with the 2.6.12 of Debian 12, which has nothing left to do
+    proxy.process.wait(WAIT_S)  # its exit code is that of a crash with the 2.6.12 of Debian 12, which has nothing left to do
     replicas.proxy = replicas.start_proxy()
 
 

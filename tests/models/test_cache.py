@@ -414,10 +414,10 @@ def test_one_process_converts_and_the_other_waits_and_says_so(tmp_path, monkeypa
         fcntl.flock(lock, fcntl.LOCK_EX)
         other = threading.Thread(target=cache.find_or_add, args=("model-a", convert))
         other.start()
-        assert waits.wait(10)
+        assert waits.wait(60)
         (tmp_path / "model-a").mkdir()
         write_entry(tmp_path / "model-a", {})
-    other.join(10)
+    other.join(60)
     assert made == []
     assert said[0].startswith("Another process is converting a model")
 
@@ -491,8 +491,8 @@ def test_a_lock_is_not_that_of_a_file_that_its_last_holder_has_removed(tmp_path,
     with locked(tmp_path / "lock", "making"):
         other = threading.Thread(target=hold)
         other.start()
-        assert waits.wait(10)
-    other.join(10)
+        assert waits.wait(60)
+    other.join(60)
     assert held == [True]
     assert list(tmp_path.iterdir()) == []
 
