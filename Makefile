@@ -83,7 +83,7 @@ SMALL = $(if $(wildcard $(VENV)/run.installed),run,$(shell nvidia-smi -L >/dev/n
 run: $(VENV)/$(if $(filter smollm2,$(MODEL)),$(SMALL),$(NEEDS)).installed
 	@PYTHON="$(BIN)/python" exec ./entrypoint.sh serve $(if $(MODEL),--model-id $(MODEL)) $(ARGS)
 
-# Three at a time on two processors: many tests start servers, and wait for them. A file runs in one process, which starts its
+# Four at a time on two processors: many tests start servers, and wait for them. A file runs in one process, which starts its
 # server and converts its models once; those that take long are the first (tests/conftest.py).
 test: $(VENV)/test.installed $(VENV)/templates/installed $(VENV)/published/installed
 	"$(BIN)/python" -m pytest --numprocesses $(or $(TESTS_AT_A_TIME),4) --dist loadfile --no-loadscope-reorder $(ARGS)

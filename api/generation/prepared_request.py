@@ -64,9 +64,9 @@ class ModelText(NamedTuple):
         the model reads images, their preprocessor.
 
         The call takes seconds if the tokenizer is large. It starts child processes for templates and images,
-        but not that of `grammars`, and waits until the template has rendered some twenty short
-        chats. Raises ConfigError for a file that cannot be read, and for a setting that does not fit the
-        model. A template that does not compile raises nothing here.
+        but not that of `grammars`, and waits until the template has rendered some twenty short chats. Raises
+        ConfigError for a file that cannot be read, and for a setting that does not fit the model. A template
+        that does not compile raises nothing here.
         """
         template = ChatTemplate.load(info.model_dir, config.tokenizer_config_path)
         images = None

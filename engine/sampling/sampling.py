@@ -264,7 +264,7 @@ def compile_loops(dtypes: Sequence[str]) -> None:
     or damaged files that cannot be removed."""
     try:
         _run_loops(dtypes)
-    except OSError:
+    except (OSError, MemoryError):
         raise
     except Exception as error:  # unpickling raises errors of many types
         folder = loops.maxima_of.stats.cache_path
