@@ -720,6 +720,16 @@ print(sum(loops.sample_index.stats.cache_hits.values()))
         assert start() == ("1\n", "")
 
 
+def test_loops_that_lack_memory_keep_their_cache(monkeypatch):
+    def fail(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(sampling, "_run_loops", fail)
+    monkeypatch.setattr(sampling.shutil, "rmtree", lambda folder: pytest.fail(f"{folder} is removed"))
+    with pytest.raises(MemoryError):
+        sampling.compile_loops(["float32"])
+
+
 @pytest.mark.processes
 def test_numba_writes_nothing_into_a_debug_log(tmp_path):
     code = """
